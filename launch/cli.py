@@ -37,10 +37,10 @@ class Command:
 COMMANDS = {
     "train": Command("train a language model, plain or with interleaved strands"),
     "profile": Command("measure what one train step's operators and collectives cost"),
-    "plan": Command("decide without a GPU what of one strand runs with what of the other", needs_device=False),
-    "fold": Command("show how layers and micro-batches lie on stages of a pipeline, and the cost", needs_device=False),
+    "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
+    "fold": Command("show the layout and schedule of a pipeline, and what they cost", needs_device=False),
     "inspect": Command(
-        "show what each collective of a compiled step is hidden under, and what stays exposed", needs_device=False
+        "show what hides each collective of a compiled step, and what stays exposed", needs_device=False
     ),
 }
 
@@ -61,7 +61,7 @@ usage: dhelix COMMAND [arguments] [flags]
 commands:
 {commands}
 
-`dhelix COMMAND --help` says more about one of them, `dhelix --version` which versions these are."""
+`dhelix COMMAND --help` explains a command; `dhelix --version` shows the versions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.FlagValues, list[str]]:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=values)
-    more = "say more: what each pass did, and more logs on stderr"
+    more = "also show what each pass did, and more log lines on stderr"
     flags.DEFINE_bool("verbose", False, more, short_name="v", flag_values=values)
     module.define_flags(values)
     try:

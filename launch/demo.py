@@ -88,7 +88,7 @@ def demonstrate(
     """
     output.mkdir(parents=True, exist_ok=True)
     # 1. Train both ways on CPU devices.
-    say(console, "1. A small Llama trains on 8 CPU devices, plain and interleaved side by side\n")
+    say(console, "1. Trains a small Llama on 8 CPU devices, plain and interleaved side by side\n")
     losses, passes = train(options, console)
     largest = max(entry.difference for entry in losses)
     say(console, f"\nLargest difference of {len(losses)} losses: {largest:g}. What the passes did:")
@@ -101,7 +101,7 @@ def demonstrate(
 
     # 2. Compile both ways for GPUs.
     name = f"{config.layers} layers of Llama-8B shapes, sequence {config.seq}, {microbatches} micro-batches"
-    say(console, f"\n2. {name}, compiled for {TENSOR_PARALLEL} H200s without one\n")
+    say(console, f"\n2. {name}, compiled for {TENSOR_PARALLEL} H200s without a GPU\n")
     try:
         mesh = deviceless.mesh({"dp": 1, "tp": TENSOR_PARALLEL}, "h200")
     except deviceless.DevicelessError as error:
@@ -110,7 +110,7 @@ def demonstrate(
         training = make_train_step(config, mesh, trainer.optimizer(trainer.Options()), microbatches)
         found, passes = compile_both(training, output, console)
         console.print(comparison(found))
-        say(console, f"Estimates of the {found[0].cost_model}; the steps were not run. What the passes did:")
+        say(console, f"Estimates from the {found[0].cost_model}; the steps were not run. What the passes did:")
         _say_passes(passes, console)
         report["programs"] = json.loads(inspect.to_json(found))
         report["passes_gpu"] = json.loads(passes.to_json())
@@ -124,13 +124,13 @@ def demonstrate(
 
 _WHERE_TO_LOOK = """
 Look at {picture}
-  red    communication that the step waits for, as nothing computes meanwhile (exposed)
-  green  communication with computation above it (hidden)
-  The two upper panels are a whole step, plain and interleaved; the lower ones one layer of each. Plain runs
-  forward and backward in turn; interleaved, the forward of one micro-batch (blue) runs beside the backward of
-  the one before it (orange), and the communication of each lies under the computation of the other.
+  red    exposed communication: nothing computes meanwhile, so the step waits for it
+  green  hidden communication: it overlaps with computation
+  The two upper panels show a whole step, plain and interleaved; the lower ones one layer of each. The plain step
+  runs forward and backward in turn. The interleaved step runs the forward of one micro-batch (blue) together with
+  the backward of the previous one (orange), so the communication of each hides under the computation of the other.
 
-What each collective lies under:
+To see what hides each collective:
   .venv/bin/dhelix inspect {output}/plain.hlo.pb --compare {output}/interleaved.hlo.pb --profile auto"""
 
 

@@ -116,7 +116,7 @@ def prefill_layers(
     """
     seq = x.shape[1]
     if seq > capacity:
-        raise ValueError(f"the cache has room for {capacity} tokens, and there are {seq}; give more capacity")
+        raise ValueError(f"the cache has room for {capacity} tokens, but there are {seq}; give more capacity")
     by = rotation(config, seq)
 
     def layer(weights: dict[str, jax.Array], x: jax.Array, _: None) -> tuple[jax.Array, KeysValues]:

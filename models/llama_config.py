@@ -103,7 +103,7 @@ def preset(name: str, layers: int | None = None, **overrides: Any) -> LlamaConfi
       ValueError: the preset or a field is unknown.
     """
     if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
     unknown = sorted(set(overrides) - {field.name for field in dataclasses.fields(LlamaConfig)})
     if unknown:
         raise ValueError(f"LlamaConfig has no field {unknown[0]!r}; override one of its fields")

@@ -256,7 +256,7 @@ def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 
     size = math.prod(axes.values())
     if size > len(devices):
         text = " x ".join(f"{name} {extent}" for name, extent in axes.items())
-        raise ValueError(f"a mesh of {text} needs {size} devices, and there are {len(devices)}")
+        raise ValueError(f"a mesh of {text} needs {size} devices, but there are {len(devices)}")
     grid = np.array(devices[:size]).reshape(*axes.values())
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 

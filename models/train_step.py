@@ -307,7 +307,7 @@ def check_mesh(
     for name, (axis, shards) in {"heads": layers, "kv_heads": layers, "ffn": layers, "vocab": vocabulary}.items():
         if getattr(config, name) % shards:
             raise ValueError(
-                f"{name} = {getattr(config, name)} does not divide by {axis} = {shards}; use a smaller {axis}"
+                f"{name} = {getattr(config, name)} is not divisible by {axis} = {shards}; use a smaller {axis}"
             )
 
 
@@ -318,14 +318,14 @@ def _check_batch(
     dp = mesh.shape["dp"]
     if rows % (microbatches * dp):
         raise ValueError(
-            f"a batch of {rows} rows does not divide by {microbatches} micro-batches x dp {dp}; "
-            f"use a multiple of {microbatches * dp} rows"
+            f"a batch of {rows} rows is not divisible by {microbatches} micro-batches x dp {dp}; use a multiple of "
+            f"{microbatches * dp} rows"
         )
     axis, shards = _shards(mesh, ends)
     if (length - 1) % shards:
         raise ValueError(
-            f"rows of {length} tokens train on {length - 1}, which does not divide by {axis} {shards}; use a sequence "
-            "length that does"
+            f"rows of {length} tokens train on {length - 1}, which is not divisible by {axis} {shards}; use a sequence "
+            "length that is"
         )
 
 

@@ -29,7 +29,7 @@ class Hardware:
       compute_rate: speed of compute while a collective runs; 1 is undisturbed.
       communication_rate: speed of the collective in the meantime.
       inter_compute_rate, inter_communication_rate: the same for a collective between nodes. It mostly waits for the
-        network, holds few SMs and loses little (over sockets: docs/benchmarks.md, two H100s).
+        network, holds few SMs and loses little (over sockets: docs/research_log.md, two H100s).
       like: a GPU with as many cores of the same kind, the same clock and the same links. Its measured times replace
         missing ones (`alike`).
     """
@@ -107,7 +107,7 @@ def _no_p2p(gpu: Hardware) -> Hardware:
 
 
 def _two_nodes(gpu: Hardware) -> Hardware:
-    """Two processes of one server that NCCL treats as nodes; they use loopback sockets (docs/profiles.md)."""
+    """Two processes of one server that NCCL treats as nodes; they use loopback sockets (docs/research_log.md)."""
     return replace(gpu, name=f"{gpu.name}-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2)
 
 

@@ -117,4 +117,4 @@ def parse(text: str) -> Key:
     if found := _COLLECTIVE.fullmatch(text):
         kind, size, per_node, nodes, groups, implementation = found.groups()
         return CollectiveKey(kind, int(size), int(per_node), int(nodes), int(groups), implementation)
-    raise DhelixError(f"{text[:100]!r} is no key of an operator or a collective")
+    raise DhelixError(f"{text[:100]!r} is not the key of an operator or a collective")

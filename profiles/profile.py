@@ -127,7 +127,7 @@ class LaunchSetting:
         """`xla_flags` for a process that trains.
 
         Measurements keep kernels out of CUDA graphs. A training step uses the graphs that XLA makes, because they are
-        slightly faster (docs/benchmarks.md).
+        slightly faster (docs/research_log.md).
         """
         return tuple(flag for flag in self.xla_flags if flag != _NO_GRAPHS)
 
@@ -172,7 +172,7 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
 FASTEST: Mapping[str, str] = MappingProxyType(
     {"nvlink": "copy-engine1", "no-p2p": "small-buffers", "two-nodes": "sockets"}
 )
-"""For each link, the launch setting that measured fastest for most steps (docs/benchmarks.md)."""
+"""For each link, the launch setting that measured fastest for most steps (docs/research_log.md)."""
 
 
 @dataclass(frozen=True)

@@ -178,9 +178,7 @@ def written(paths: Iterable[Path]) -> list[Step]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "results", type=Path, nargs="*", help="of strands/run.py and pipeline/run.py"
-    )
+    parser.add_argument("results", type=Path, nargs="*", help="of strands/run.py and pipeline/run.py")
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--name", default="predictions", help="of the file")
     parser.add_argument("--tables", type=Path, nargs="+", help="files of earlier calls; nothing is compiled")

@@ -182,7 +182,7 @@ def save(drawn: FoldChart, path: str | Path) -> None:
     """
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".svg"):
-        raise DhelixError(f"{path}: charts are .png or .svg; name one of them")
+        raise DhelixError(f"{path}: charts are .png or .svg files; give such a name")
     try:
         import matplotlib
         from matplotlib.figure import Figure

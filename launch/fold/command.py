@@ -3,7 +3,7 @@
     dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
 
 Layouts and schedules are data (`dhelix.passes.pipeline_fold`), and their costs follow from the costs of a layer. So
-nothing is compiled and nothing runs. docs/pipeline.md explains the fold.
+nothing is compiled and nothing runs. docs/guide/pipeline.md explains the fold.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _json_target(value: str | None, arguments: list[str]) -> str | None:
     if value == "true" and len(arguments) == 1:
         return arguments[0]
     if arguments:
-        raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix fold --help`")
+        raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix fold --help`")
     return {"true": "-", "false": None}.get(value or "false", value)
 
 

@@ -178,8 +178,8 @@ def _work(work: Work | None, strand: Sequence[str], backward: bool) -> Text:
 def _costs(view: FoldView) -> str:
     found = view.evaluation
     return (
-        f"A layer takes {_times(view.costs)}: a step takes {float(found.step_time):,.4g}, of which a stage is idle for"
-        f" {float(found.idle_share):.1%}."
+        f"A layer takes {_times(view.costs)}. A step takes {float(found.step_time):,.4g}; each stage is idle for "
+        f"{float(found.idle_share):.1%} of it."
     )
 
 
@@ -211,8 +211,8 @@ def _print_compared(view: FoldView, console: Console) -> None:
             style=bold,
         )
     table.caption = (
-        "bubble: idle over ideal time, without a gain by SI; idle: share of the step, with it;"
-        " residuals and parameters: of how many layers they lie on a stage"
+        "bubble: idle over ideal time, without the SI gain; idle: fraction of the step, with the SI gain; residuals "
+        "and parameters: in layers per stage"
     )
     console.print(table)
     for note in notes:

@@ -41,13 +41,15 @@ ROOFLINE = "roofline"
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
     """Inspects one dump or two; prints and writes the results. Raises DhelixError."""
     if len(arguments) != 1:
-        raise DhelixError("give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare")
+        raise DhelixError(
+            "give one dump to inspect (a file or folder of --xla_dump_to), and a second one with --compare"
+        )
     paths = [path for path in (arguments[0], values.compare) if path is not None]
     titles = values.titles
     if len(titles) > len(paths):
-        raise DhelixError(f"--titles has {len(titles)} for {len(paths)} dump(s): give one for each")
+        raise DhelixError(f"--titles has {len(titles)} titles for {len(paths)} dump(s): give one for each dump")
     if values.headline and not values.png:
-        raise DhelixError("--headline is of the picture; give --png a file, too")
+        raise DhelixError("--headline is printed in the picture; add --png FILE")
     found = [
         inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
         for path, title in zip(paths, [*titles, "", ""], strict=False)
@@ -86,7 +88,7 @@ def inspect_compiled(
     """
     module = compiled_module(compiled)
     if not module.is_scheduled:
-        raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
+        raise DhelixError(f"{module.name} is not scheduled, but estimates need a schedule; compile it first")
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     kind = next((device.device_kind for sharding in shardings for device in sharding.device_set), "")
     gpu, notes = (_hardware(hardware), ()) if hardware else targets.of_kind(kind)
@@ -179,7 +181,7 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
     console.print(_estimate(found))
     if len(found) == 2:
         gain = Gain(*(inspection.parts for inspection in found))
-        console.print(f"{gain.time()}, against the first dump", style="bold")
+        console.print(f"{gain.time()}, compared with the first dump", style="bold")
         console.print(f"  {gain.why()}")
         if warning := gain.unequal():
             console.print(f"  Not a fair comparison: {warning}", style="yellow")
@@ -200,7 +202,7 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
 
 def _hardware(name: str) -> gpus.Hardware:
     if name not in gpus.ALL:
-        raise DhelixError(f"there is no hardware {name!r}; take one of {', '.join(sorted(gpus.ALL))}")
+        raise DhelixError(f"hardware {name!r} is unknown; use one of {', '.join(sorted(gpus.ALL))}")
     return gpus.ALL[name]
 
 
@@ -209,7 +211,7 @@ def _estimate(found: Sequence[Inspection]) -> str:
         f"{i.cost_model} cost model for {i.hardware}" if i.cost_model == ROOFLINE else i.cost_model for i in found
     )
     assumed = dict.fromkeys(f" Assumed: {i.parts.assumed}." for i in found if i.parts.assumed)
-    return f"Times are estimates of the {', and of the '.join(names)}.{''.join(assumed)}"
+    return f"Times are estimates from the {', and from the '.join(names)}.{''.join(assumed)}"
 
 
 def _time_unit(found: Sequence[Inspection]) -> Unit:
@@ -228,9 +230,9 @@ def _totals(found: Sequence[Inspection]) -> Table:
     times: list[tuple[str, list[float | None]]] = [
         ("step", [i.step_ms for i in found]),
         ("compute", [i.compute_ms for i in found]),
-        ("  slow-down beside collectives", [i.slow_down_ms for i in found]),
+        ("  slow-down by overlapping collectives", [i.slow_down_ms for i in found]),
         ("pauses between kernels", [i.idle_ms for i in found]),
-        ("communication, with nothing beside it", [i.communication_alone_ms for i in found]),
+        ("communication, alone", [i.communication_alone_ms for i in found]),
         ("communication, as it runs", [i.communication_ms for i in found]),
         ("  hidden under compute", [i.hidden_ms for i in found]),
         ("  exposed", [i.exposed_ms for i in found]),
@@ -263,7 +265,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
 
 def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
     """Collectives of both steps. Collectives of one kind and size, between as many devices, share a row."""
-    table = Table(title="Collectives of both, by what they gain", title_justify="left", title_style="bold")
+    table = Table(title="Collectives of both dumps, largest gain first", title_justify="left", title_style="bold")
     for column in ("collective", "devices", "size"):
         table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
     for column in ("runs", "alone", "exposed"):
@@ -292,7 +294,7 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
     for column in ("devices", "runs", "size", "alone", "hidden", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)
     unit = _time_unit([inspection])
-    table.add_column(f"lies under ({unit.name} of each run)", overflow="fold")
+    table.add_column(f"hidden under ({unit.name} per run)", overflow="fold")
     for report in inspection.collectives[:top]:
         table.add_row(
             report.instruction if report.kind in report.instruction else f"{report.instruction} ({report.kind})",

@@ -76,11 +76,11 @@ def read(path: str | Path) -> Dump:
     file = find_module(path)
     module, notes = _read(file)
     if not module.is_scheduled:
-        raise DhelixError(f"{file} is not scheduled, and estimates follow the schedule; {_scheduled(file)}")
+        raise DhelixError(f"{file} is not scheduled, but estimates need a schedule; {_scheduled(file)}")
     try:
         verify(module)
     except HloVerifyError as error:
-        raise DhelixError(f"{file} is no module that XLA would run: {error}; dump or copy it again") from None
+        raise DhelixError(f"{file} is not a valid module: {error}; dump or copy it again") from None
     if Path(path).is_dir():
         notes.insert(0, f"{file.name} is the largest module of {path}")
     return Dump(file, module, tuple(notes))
@@ -173,31 +173,30 @@ def _read(file: Path) -> tuple[HloModule, list[str]]:
     chosen, notes = hlo_text.choose(modules)
     if not chosen.is_whole:
         raise DhelixError(
-            f"{file} is cut short: the text ends in line {chosen.last_line}, inside of the module; dump or"
-            " copy it again"
+            f"{file} is cut short: the text ends in line {chosen.last_line}, inside the module; dump or copy it again"
         )
     try:
         repaired = repairs.read(chosen.text)
     except ParserStopped as error:
         raise DhelixError(
-            f"{file} is no module that XLA would run: its parser stops at it ({error}); {_instead(file)}"
+            f"{file} is not a valid module: XLA's parser rejects it ({error}); {_instead(file)}"
         ) from None
     except DhelixError as error:
         raise DhelixError(f"{file} {_why_unreadable(str(error), chosen.line)}; {_instead(file)}") from None
     if repaired.left_out:
         notes.append(
-            f"attributes that jaxlib {version.__version__} does not read are left out: {', '.join(repaired.left_out)}"
+            f"left out attributes that jaxlib {version.__version__} cannot read: {', '.join(repaired.left_out)}"
         )
     return repaired.module, notes
 
 
 def _content(file: Path) -> bytes:
     if not file.is_file():
-        raise DhelixError(f"{file} is no file; give a file or folder of --xla_dump_to")
+        raise DhelixError(f"{file} is not a file; give a file or folder of --xla_dump_to")
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise DhelixError(f"{file} cannot be read ({error.strerror})") from None
+        raise DhelixError(f"{file} cannot be read ({error.strerror}); check its permissions") from None
     if not data.startswith(b"\x1f\x8b"):
         return data
     try:
@@ -228,7 +227,7 @@ def _instead(file: Path) -> str:
     """What to give instead of a text that cannot be read."""
     proto = stem(file).with_name(f"{stem(file).name}.hlo.pb")
     if proto != file and proto.is_file() and proto.stat().st_size:
-        return f"give {proto.name} of the same folder, which every version reads"
+        return f"give {proto.name} in the same folder, which every version reads"
     return f"dump with {_HOW} and give *{_AFTER}.hlo.pb, which every version reads"
 
 
@@ -236,9 +235,9 @@ def _scheduled(file: Path) -> str:
     """What to give instead of a module without a schedule."""
     beside = _scheduled_beside(file)
     if beside:
-        return f"give {beside.name} of the same folder"
+        return f"give {beside.name} in the same folder"
     if _AFTER in file.name:
-        return "what wrote it makes no schedule: compile the step by jax for GPUs"
+        return "its writer makes no schedule: compile the step with JAX for GPUs"
     return f"dump with {_HOW} and give *{_AFTER}*"
 
 

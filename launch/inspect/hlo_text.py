@@ -71,11 +71,11 @@ def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
         others = [f"{m.name} (line {m.line})" for m in modules if m is not best]
         others = others if len(others) < 4 else [*others[:3], f"{len(others) - 3} more"]
         notes.append(
-            f"the file holds {len(modules)} modules, and this is {best.name} (line {best.line}), the largest; left"
-            f" out: {', '.join(others)}. Give each a file of its own to see it"
+            f"the file holds {len(modules)} modules, and this is {best.name} (line {best.line}), the largest; left "
+            f"out: {', '.join(others)}. Put each module into its own file to see it"
         )
     if best.after:
-        notes.append(f"the text from line {best.after} on is no part of the module")
+        notes.append(f"the text from line {best.after} on is not part of the module")
     return best, notes
 
 

@@ -266,7 +266,7 @@ def _collective(
         count = time.count
         under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
     if is_start(instruction) and made_synchronous(instruction):
-        notes = (*notes, "XLA made it synchronous (`is_sync`): compute waits for it from its start on")
+        notes = (*notes, "XLA made it synchronous (`is_sync`): compute waits for it from its start")
     if len(together) > 1:
         notes = (*notes, "together: " + ", ".join(f"{t.kind} of {t.size} bytes" for t in together))
     if not found.groups and not getattr(found, "host", False):
@@ -373,7 +373,7 @@ def _summary(inspection: Inspection, overlaps: bool) -> str:
         f"exposed communication {unit.text(inspection.exposed_ms)}",
     ]
     if not overlaps:
-        words = [f"a program for CPUs, at the speed of {inspection.hardware}: nothing overlaps, compile it for GPUs"]
+        words = [f"a program for CPUs, at the speed of {inspection.hardware}: nothing overlaps; compile it for GPUs"]
     if inspection.unknown_kernels:
         words.append(unknown_text(inspection))
     if inspection.memory is not None:

@@ -22,8 +22,8 @@ from dhelix.profiles import hardware
 from dhelix.profiles.hardware import Hardware
 
 DEFAULT = hardware.H200
-_SAY = "--hardware names another GPU"
-ASK = f"which nothing describes; say by --hardware whose times to take: {', '.join(hardware.GPUS)}"
+_SAY = "name another GPU with --hardware"
+ASK = f"which dhelix does not know; choose a GPU for the times with --hardware: {', '.join(hardware.GPUS)}"
 _ALIKE = 0.15  # relative difference of nominal and reported memory: GB or GiB, and the driver's part
 
 # Compute capability -> the GPU to assume if only the capability is known, and the GPUs that have the capability.
@@ -74,8 +74,8 @@ def read(file: Path, module: HloModule) -> Target:
     if number not in _OF_CAPABILITY:
         return Target(gpu=f"a GPU of compute capability {capability[1]}.{capability[2]}")
     gpu, who = _OF_CAPABILITY[number]
-    words = f"{file.name} tells the compute capability {capability[1]}.{capability[2]} alone, that of {who}"
-    return Target(hardware=gpu, notes=(f"{words}: times are those of {_a(gpu)}; {_SAY}",))
+    words = f"{file.name} gives only the compute capability {capability[1]}.{capability[2]}, which fits {who}"
+    return Target(hardware=gpu, notes=(f"{words}: times are for {_a(gpu)}; {_SAY}",))
 
 
 def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hardware, tuple[str, ...]]:
@@ -91,22 +91,22 @@ def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hard
     name = _a(chosen or DEFAULT)
     if target.backend == "CPU":
         words = "compiled for CPU, where no collective is asynchronous: compile for GPUs to see overlap"
-        return chosen or DEFAULT, (f"{words}; times are those of {name}",)
+        return chosen or DEFAULT, (f"{words}; times are for {name}",)
     if target.backend != "GPU":
         if chosen is None:
             raise DhelixError(
-                f"{file} was compiled for {target.backend}, and there are times of NVIDIA GPUs only; name one by"
-                " --hardware to see the program with its times, or compile the step for GPUs"
+                f"{file} was compiled for {target.backend}, but only times of NVIDIA GPUs are known; name a GPU with "
+                "--hardware to use its times, or compile the step for GPUs"
             )
-        return chosen, (f"compiled for {target.backend}; times are those of {name}",)
+        return chosen, (f"compiled for {target.backend}; times are for {name}",)
     if chosen is not None:
         other = target.gpu and target.gpu.partition("-")[0] != chosen.name.partition("-")[0]
-        return chosen, (f"compiled for {target.gpu}; times are those of {name}",) if other else ()
+        return chosen, (f"compiled for {target.gpu}; times are for {name}",) if other else ()
     if target.hardware is not None:
         return target.hardware, target.notes
     if target.gpu:
         raise DhelixError(f"{file} was compiled for {target.gpu}, {ASK}")
-    return DEFAULT, (f"nothing says which GPU {file.name} was compiled for: times are those of {name}; {_SAY}",)
+    return DEFAULT, (f"{file.name} does not say which GPU it was compiled for: times are for {name}; {_SAY}",)
 
 
 def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
@@ -114,7 +114,7 @@ def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
     gpu = hardware.ALL.get(hardware.gpu_name(kind))
     if gpu is not None:
         return gpu, ()
-    return DEFAULT, (f"compiled for {kind or 'no device'}, which nothing describes: times are those of {_a(DEFAULT)}",)
+    return DEFAULT, (f"compiled for {kind or 'no device'}, which dhelix does not know: times are for {_a(DEFAULT)}",)
 
 
 def _a(gpu: Hardware) -> str:
@@ -194,8 +194,8 @@ def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> 
     gpu = replace(like, name=name, peak_flops=peak, memory_bandwidth=bandwidth, memory_bytes=memory, like="")
     over = f"{links * _REACHED / 1e9:.0f} GB/s over NVLink" if links else "PCIe"
     note = (
-        f"nothing was measured or published for us of {words}: times follow from what its target description says"
-        f" ({cores:.0f} cores at {clock:g} GHz, {bandwidth / 1e12:.2f} TB/s) and from {over}; {_SAY}"
+        f"no measured or published times of {words}: times are estimated from its target description ({cores:.0f} "
+        f"cores at {clock:g} GHz, {bandwidth / 1e12:.2f} TB/s) and from {over}; {_SAY}"
     )
     return Target(gpu=name, hardware=gpu, notes=(note,))
 

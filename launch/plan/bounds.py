@@ -85,10 +85,10 @@ def in_words(found: Sequence[BodyBound], step_seconds: float) -> list[str]:
     for body in found:
         of = f"{body.name} ({body.runs:,} x {1e6 * body.seconds:,.0f} µs)"
         if body.bound is None:
-            lines.append(f"Bound of {of}: none, {body.why}.")
+            lines.append(f"No bound for {of}: {body.why}.")
         else:
             share = 1.0 - body.bound / body.seconds
-            lines.append(f"Bound of {of}: no order takes less than {1e6 * body.bound:,.0f} µs, {share:.1%} less.")
+            lines.append(f"Bound for {of}: no order takes less than {1e6 * body.bound:,.0f} µs ({share:.1%} less).")
     left = sum(body.left for body in found)
     covered = sum(body.runs * body.seconds for body in found if body.bound is not None)
     if covered:

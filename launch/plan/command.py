@@ -4,7 +4,7 @@
 
 The step is compiled for GPUs that this machine need not have, with the recorded autotuner results of those GPUs.
 Operators and pairs of operators cost what the profile says. Each launch setting gets a plan. The plan with the shortest
-predicted step is shown and written. docs/plan.md explains how to read, edit and use it.
+predicted step is shown and written. docs/guide/plan.md explains how to read, edit and use it.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _say_written(console: Console, *names: str | None) -> None:
 
 def _check_measured(chosen: dict[str, Any], arguments: list[str]) -> None:
     if len(arguments) != 1 or chosen["preset"]:
-        raise DhelixError("--trace is for a plan that ran: dhelix plan PLAN --trace DIR, without a step")
+        raise DhelixError("--trace reads a trace of a plan that ran: use dhelix plan PLAN --trace DIR, without a step")
     if chosen["picture"]:
-        raise DhelixError("--trace says what was measured, and draws nothing; leave out --picture")
+        raise DhelixError("--trace shows measured times and draws nothing; leave out --picture")
 
 
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
@@ -101,15 +101,17 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     if arguments and not Path(arguments[0]).exists():
         raise DhelixError(f"there is no file or folder {arguments[0]}; give a dump that exists, or --preset NAME")
     if arguments and Path(arguments[0]).suffix == ".json":
-        raise DhelixError(f"{arguments[0]} may be a plan, but no dump: give --trace DIR, too, or a step to plan")
+        raise DhelixError(f"{arguments[0]} is a plan, not a dump: add --trace DIR, or give a step to plan")
     if arguments and chosen["skew"]:
-        raise DhelixError("a dump is a step as it was compiled; leave out --skew, or plan a --preset")
+        raise DhelixError(
+            "a dump is already compiled, so its strands cannot be shifted; leave out --skew, or plan a --preset"
+        )
     if not all(number.isdecimal() for number in chosen["skew"]):
         raise DhelixError(f"--skew {','.join(chosen['skew'])}: give numbers of layers, such as 0,2")
     if chosen["pp"] > 1 and any(map(int, chosen["skew"])):
         raise DhelixError("a pipeline pairs micro-batches by its own schedule; leave out --pp or --skew")
     if chosen["schedule"] not in (None, *_ORDERING):
-        raise DhelixError(f"--schedule {chosen['schedule']} plans nothing; take one of {', '.join(_ORDERING)}")
+        raise DhelixError(f"--schedule {chosen['schedule']} makes no plan; use one of {', '.join(_ORDERING)}")
     _order_options(chosen)
     if chosen["bound"]:
         exact.solver()
@@ -117,10 +119,12 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
         if not Path(name).absolute().parent.is_dir():
             raise DhelixError(f"cannot write {name}: name a file in a folder that exists")
     if chosen["picture"] and Path(chosen["picture"]).suffix != ".png":
-        raise DhelixError(f"--picture {chosen['picture']}: pictures of plans are .png; name one")
+        raise DhelixError(
+            f"--picture {chosen['picture']}: pictures of plans are PNG files; give a name that ends in .png"
+        )
     unknown = [name for name in chosen["settings"] if name not in SETTINGS]
     if unknown:
-        raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+        raise DhelixError(f"--settings {','.join(unknown)} is unknown; choose from {', '.join(SETTINGS)}")
 
 
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
@@ -132,13 +136,15 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             say(console, f"{dump.name}: {note}.")
     gpus = profile_step.gpus_of_options(options) if options else dump.gpus if dump else 0
     if options and gpus == 1:
-        raise DhelixError("a step on one GPU has no communication to hide: give more GPUs by --mesh, or a dump of some")
+        raise DhelixError(
+            "a step on one GPU has no communication to hide: give more GPUs with --mesh, or a dump of a step on several"
+        )
     models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
     if options is None:
         assert dump is not None  # _check requires one
         plain, programs = None, [(model, dump) for model in models]
     else:
-        say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
+        say(console, f"Compiling and planning {options.preset} without a GPU takes a minute or two.")
         skews = list(dict.fromkeys(map(int, chosen["skew"]))) or [0]
         compiled = functools.partial(plan_step.of_preset, target=profile_step.target_of(gpu))
         with _Work(console, 1 + len(skews)) as work:
@@ -293,7 +299,7 @@ def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
     """GPUs per node; 0: the usual number. `gpus`: GPUs of the step."""
     per_node = chosen["gpus_per_node"] or (gpus // 2 if chosen["link"] == "two-nodes" else 0)
     if per_node and gpus > per_node and gpus % per_node:
-        raise DhelixError(f"{gpus} GPUs are no whole nodes of {per_node}: give another --gpus_per_node, or --mesh")
+        raise DhelixError(f"{gpus} GPUs do not fill nodes of {per_node}: change --gpus_per_node or --mesh")
     return per_node
 
 
@@ -316,7 +322,8 @@ def _profile(chosen: dict[str, Any], gpu: str) -> Profile:
         found = storage.load(chosen["profile"])
         if found.hardware.lower() != gpu.lower():
             raise DhelixError(
-                f"{chosen['profile']} is of {found.hardware}, and the step is for {gpu}: give --hardware or another one"
+                f"{chosen['profile']} is a profile of {found.hardware}, but the step is for {gpu}: give --hardware or "
+                "another profile"
             )
         return found
     found = storage.find(gpu, chosen["link"])

@@ -14,14 +14,14 @@ from dhelix.profiles.profile import SETTINGS
 USAGE = """\
 usage: dhelix plan --preset NAME | DUMP | PLAN --trace DIR [flags]
 
-Decides what of one strand runs with what of the other, from measured costs and without a GPU, and writes it down for
+Plans, from measured costs and without a GPU, which operators of the two strands run together. Writes the plan for
 people and for `dhelix train --plan` or strand_interleave(plan=...).
 
   dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
   dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --link no-p2p --settings default,connections1
   dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --bound   # how much other orders could save at most
-  dhelix plan DUMP --json                                        # any step, as it was compiled
-  dhelix plan plan.json --trace DIR                              # what its segments took (dhelix train --trace DIR)
+  dhelix plan DUMP --json                                        # any compiled step
+  dhelix plan plan.json --trace DIR                              # measured times of segments (dhelix train --trace)
 
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
 
@@ -32,20 +32,28 @@ def define_flags(values: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     step_flags.define(values, None, "tp over 4 GPUs")
-    choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
-    choice("hardware", None, hardware.GPUS, f"which GPUs (default: the dump's, or {DEFAULT_GPU})")
-    number("gpus_per_node", None, "GPUs of a node (default: 8; with --link two-nodes half of the step's)")
+    choice("link", hardware.LINKS[0], list(hardware.LINKS), "link between the GPUs")
+    choice("hardware", None, hardware.GPUS, f"GPU to plan for (default: the dump's, or {DEFAULT_GPU})")
+    number("gpus_per_node", None, "GPUs per node (default: 8; with --link two-nodes, half of the step's GPUs)")
     define_inter_bandwidth(values)
     flags.DEFINE_list(
-        "settings", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
+        "settings",
+        [],
+        f"launch settings to plan for, from {', '.join(SETTINGS)} (default: all in the profile)",
+        flag_values=values,
     )
     step_flags.define_options(values, ("schedule", "profile", "memory_limit", "max_in_flight"))
     flags.DEFINE_list(
-        "skew", [], "layers that the strands are apart, each number one more try (default: 0)", flag_values=values
+        "skew",
+        [],
+        "numbers of layers to try by which the strands are apart, such as 0,2 (default: 0)",
+        flag_values=values,
     )
-    flags.DEFINE_bool("bound", False, "prove how much other orders could save at most (minutes)", flag_values=values)
-    text("trace", None, "folder of a profiler trace: says what the plan's segments took in it, and plans nothing")
+    flags.DEFINE_bool(
+        "bound", False, "prove how much other orders could save at most (takes minutes)", flag_values=values
+    )
+    text("trace", None, "folder of a profiler trace: show how long the plan's segments took in it, without planning")
     text("out", None, "write the plan to this file")
-    text("picture", None, "draw the pairing to this file, a PNG")
+    text("picture", None, "draw the pairing to this PNG file")
     flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
-    number("top", 12, "how many rows a table shows")
+    number("top", 12, "largest number of rows in a table")

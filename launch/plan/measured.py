@@ -71,8 +71,9 @@ def _print(measured: Measured, console: Console) -> None:
     plan, report, steps = measured.plan, measured.report, measured.steps
     say(console, f"{plan.program}; {steps} step{'s' * (steps > 1)} on {report.device.removeprefix('/device:')}.")
     if not measured.in_order:
-        say(console, "It ran in another order than the plan's, so what segments took says little. If the job was given"
-            " this plan, its log says why the plan was refused.")  # fmt: skip
+        say(console, 
+            "The step did not run in the plan's order, so the times of segments mean little. If the job used this "
+            "plan, its log says why the plan was refused.")  # fmt: skip
     table = Table(title="One step", title_justify="left", title_style="bold")
     for column in ("", "whole", "communication", "hidden"):
         table.add_column(column, justify="right" if column else "left")
@@ -89,7 +90,11 @@ def _print(measured: Measured, console: Console) -> None:
     if missing:
         say(console, f"Not in the trace: {', '.join(missing)}.")
     errors = [error for body in plan.bodies for error in _errors(body)]
-    say(console, f"Predicted times of {len(errors)} segments are {statistics.median(errors):.1%} off in the median.")
+    say(
+        console,
+        f"Predicted times of {len(errors)} segments differ from measured ones by {statistics.median(errors):.1%} in "
+        "the median.",
+    )
 
 
 def _body_json(body: PlanBody) -> dict[str, Any]:

@@ -122,10 +122,10 @@ def picture(candidate: Candidate, plain: Program | None = None, gain: Gain | Non
     more = f" with {exchange.in_words(instead.decomposed)} decomposed" if instead.decomposed else ""
     more += f", {instead.row_parts} row parts where one strand runs" if instead.row_parts else ""
     if gain is not None:
-        more += f"  ·  the whole step {gain.time()}, {milliseconds(gain.after.exposed)} of it exposed"
+        more += f"  ·  {gain.time()}, {milliseconds(gain.after.exposed)} of it exposed"
         more += f"; assumed: {gain.after.assumed}" if gain.after.assumed else ""
     return PlanPicture(
-        f"{plan.program}: predicted, nothing ran",
+        f"{plan.program}: predicted, not run",
         f"{target.hardware}, link {target.link}, launch setting {target.setting}{more}",
         (_plain(plain, candidate) if plain else _original(candidate), _planned(candidate)),
     )

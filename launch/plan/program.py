@@ -118,7 +118,7 @@ def confirmed(options: trainer.Options, plan: Plan, target: str = profile_step.T
     assert found.report is not None  # there are passes, hence a report
     done = found.report[PlannedOrder.name]
     if done.outcome not in (CHANGED, UNCHANGED):
-        raise DhelixError(f"the plan does not fit the step that it was made of: {'; '.join(map(str, done.notes))}")
+        raise DhelixError(f"the plan does not fit the step that it was made for: {'; '.join(map(str, done.notes))}")
     return found.memory
 
 

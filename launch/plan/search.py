@@ -38,13 +38,13 @@ from dhelix.runtime.step.pass_lists import default_passes
 
 _DECOMPOSED = 1.01
 """Factor on the predicted time of plans with all-to-alls. They must gain 1 %, because pauses between kernels grow.
-Chosen by measurement (docs/benchmarks.md).
+Chosen by measurement (docs/research_log.md).
 """
 
 
 _REDUCED = 1.005
 """Factor on the predicted time of plans with gradients in many pieces: they must gain 0.5 %. Chosen by measurement
-(docs/benchmarks.md).
+(docs/research_log.md).
 """
 
 
@@ -199,8 +199,8 @@ class MemoryLimit:
         """
         if program.memory is None and self.given:
             raise DhelixError(
-                f"{program.name} does not say how much memory its arguments take, so --memory_limit cannot be kept:"
-                " dump the buffer assignment too (--xla_dump_hlo_as_text), or leave it out"
+                f"{program.name} does not tell the size of its arguments, so --memory_limit cannot be kept: also dump "
+                "the buffer assignment (--xla_dump_hlo_as_text), or leave out --memory_limit"
             )
         if self.bytes is None or program.memory is None:
             return None
@@ -215,10 +215,10 @@ class OverLimitError(DhelixError):
     def __init__(self, program: Program, limit: MemoryLimit, needed: int):
         allowed = "memory" if limit.bytes is None else f"--memory_limit={bytes_option(limit.bytes)}"
         if limit.bytes is not None and not limit.given:
-            allowed = f"{bytes_text(limit.bytes)}, what the plain step needs and {MEMORY_SLACK:.0%}"
+            allowed = f"{bytes_text(limit.bytes)} (the plain step's memory plus {MEMORY_SLACK:.0%})"
         super().__init__(
-            f"no order of {program.name} was found that keeps within {allowed}; the smallest limit that would do is"
-            f" --memory_limit={bytes_option(needed)} (on a GPU, arguments and all)"
+            f"found no order of {program.name} that needs at most {allowed}; the smallest sufficient limit is "
+            f"--memory_limit={bytes_option(needed)} (per GPU, arguments included)"
         )
         self.needed = needed
 

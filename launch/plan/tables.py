@@ -107,7 +107,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     """Prints all settings side by side, the best one's collectives, and the segments of its first body."""
     best = view.best
     target = best.plan.target
-    say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, nothing ran:")
+    say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, not run:")
     for line in _headline(view):
         say(console, f"  {line}")
     console.print(_settings(view))
@@ -116,8 +116,8 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
         console.print(segments(body))
     others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
     if others:
-        say(console, f"The plan orders too: {'; '.join(others)}.")
-    reduced = "Gradients are reduced layer by layer, beside the last backward." if best.plan.collectives.reduced else ""
+        say(console, f"The plan also orders: {'; '.join(others)}.")
+    reduced = "Gradients are reduced layer by layer, during the last backward." if best.plan.collectives.reduced else ""
     for line in in_words(view.bounds, best.seconds):
         say(console, line)
     for line in filter(None, (best.step_time.unknown_text, reduced, *_memory(view), _start(best))):
@@ -129,7 +129,12 @@ def _headline(view: PlanView) -> list[str]:
     plain = "the same micro-batched step without passes, under the same launch setting"
     against = "the order of the dump" if view.plain_seconds is None else plain
     flags = " (--inter_bandwidth, --gpus_per_node)" if gain.after.assumed else ""
-    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), gain.left(), guesses(gain.after) + flags]
+    return [
+        f"{target.setting}: {gain.time()}, compared with {against}",
+        gain.why(),
+        gain.left(),
+        guesses(gain.after) + flags,
+    ]
 
 
 def _settings(view: PlanView) -> Table:
@@ -162,13 +167,13 @@ def _settings(view: PlanView) -> Table:
             style="bold" if candidate is view.best else "",
         )
     table.caption = (
-        "The first row is taken. hidden: share of communication under compute; slow-down: what that costs compute;"
-        " guessed: of times alone / of overlap; search: time to find the order"
+        "The first row is chosen. hidden: fraction of communication under compute; slow-down: time that overlap costs "
+        "compute; guessed: fraction of times alone / of overlap that is not measured; search: time to find the order"
     )
     if "by layer" in structure:
-        table.caption += "; by layer: gradients are reduced layer by layer, taken where 0.5 % faster"
+        table.caption += "; by layer: gradients are reduced layer by layer, chosen if 0.5 % faster"
     if "decomposed" in structure:
-        table.caption += "; decomposed: taken where all-to-alls are 1 % faster"
+        table.caption += "; decomposed: all-to-alls are decomposed, chosen if 1 % faster"
     table.caption_justify = "left"
     return table
 
@@ -191,7 +196,7 @@ def _structure(plan: Plan) -> dict[str, Any]:
 
 
 def _collectives(view: PlanView, top: int) -> Table:
-    title = f"Collectives under {view.best.plan.target.setting}, one execution each"
+    title = f"Collectives under launch setting {view.best.plan.target.setting}, one execution each"
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("collective", "in"):
         table.add_column(column, overflow="fold", min_width=12)
@@ -215,7 +220,7 @@ def segments(body: PlanBody) -> Table:
     """Which operators run together and how long that takes; with measured times if the plan has them."""
     measured = any(segment.measured_us is not None for segment in body.segments)
     took = "" if body.measured_us is None else f", measured {body.measured_us:,.0f} µs"
-    title = f"What runs with what: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs{took}"
+    title = f"Operators that run together: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs{took}"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     table.add_column("#", justify="right")
     table.add_column("strand alpha", overflow="fold")
@@ -239,7 +244,9 @@ def _strand(segment: PlanSegment, strand: str) -> str:
 
 def _memory(view: PlanView) -> list[str]:
     if view.memory is None:
-        return [f"Memory: {bytes_text(view.best.bytes)} beside the arguments, by estimate; the dump says no more."]
+        return [
+            f"Memory: {bytes_text(view.best.bytes)} in addition to the arguments, estimated; the dump contains no more."
+        ]
     line = f"Memory on a GPU: {bytes_text(view.memory.peak)}"
     if view.plain_memory is not None:
         more = round(100.0 * (view.memory.peak / view.plain_memory.peak - 1.0), 1)
@@ -253,8 +260,8 @@ def _memory(view: PlanView) -> list[str]:
 
 def _too_large(needed: int, gpu: str) -> list[str]:
     size = int(describe(gpu, LINKS[0]).memory_bytes)
-    less = "take more GPUs, fewer layers or shorter sequences"
-    return [f"That is more than the {bytes_text(size)} of an {gpu}: {less}."] if needed > size else []
+    less = "use more GPUs, fewer layers or shorter sequences"
+    return [f"That is more than the {bytes_text(size)} of one {gpu}: {less}."] if needed > size else []
 
 
 def _start(best: Candidate) -> str:
@@ -263,8 +270,8 @@ def _start(best: Candidate) -> str:
     if target.xla_flags:
         parts.append(f"XLA_FLAGS='{' '.join(target.xla_flags)}'")
     if not parts:
-        return "The process needs no launch setting."
-    return f"Start the process with {' '.join(parts)}; the plan says so, and nothing sets it."
+        return "The process needs no special launch setting."
+    return f"Start the process with {' '.join(parts)}: dhelix does not set these."
 
 
 def _ms(seconds: float) -> str:

@@ -5,7 +5,7 @@
 Each launch setting gets its own process (`dhelix.launch.profile.processes`), which measures what the file lacks for the
 step. The process writes every batch of results into the file: an interrupted run loses nothing, and the same command
 continues it. Then tables show what is known of the step. Without a GPU nothing is measured, and the command says what
-it would measure. docs/profiles.md explains the numbers.
+it would measure. docs/guide/profile.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     return 0
 
 
-_GO_ON = "what was measured is in {path}, and the same command goes on from there."
+_GO_ON = "{path} holds what was measured, and the same command continues from there."
 
 # ---- the three modes: each returns the job, and the function that does it
 
@@ -89,7 +89,7 @@ def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tup
     job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
 
     def explain() -> None:
-        why = "As --explain says" if chosen["explain"] else "There is no GPU here, so"
+        why = "Because of --explain," if chosen["explain"] else "Without a GPU"
         say(console, f"{why} nothing is measured. On {job.gpus} x {gpu} this command would measure:")
         for setting in job.settings:
             parts = [_words(job.missing(setting))] if step else []
@@ -98,7 +98,7 @@ def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tup
             if chosen["collectives"]:
                 parts.append(f"{len(_table_keys(job, setting))} collectives for the tables")
             say(console, f"  under {setting}: {'; '.join(parts)}")
-        say(console, "Below is what the profiles at hand know, and estimates where they know nothing.")
+        say(console, "The tables below show known times, and estimates of unknown ones.")
 
     return job, explain
 
@@ -129,17 +129,18 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
     kind, count = profile_processes.gpus_here()
     gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
     if gpu is None:
-        raise DhelixError("nvidia-smi does not say which GPUs these are; name them by --hardware")
+        raise DhelixError("nvidia-smi does not name the GPUs; name them with --hardware")
     step = _of_dump(arguments[0], gpu, console) if arguments else None
     needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) * chosen["pp"] or count
     if needed > count and step is None:
-        raise DhelixError(f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or a dump")
+        raise DhelixError(f"the step needs {needed} GPUs, but there are {count}; give a smaller --mesh, or a dump")
     if needed > count:
-        say(console, f"The step is of {needed} GPUs, and there are {count}: its operators are measured, and of its "
-            f"collectives those that {count} can run.")  # fmt: skip
+        say(console, 
+            f"The step is for {needed} GPUs, but there are {count}: only its operators and the collectives that fit on "
+            f"{count} GPUs are measured.")  # fmt: skip
         needed = count
     if chosen["link"] == "two-nodes" and (needed < 2 or needed % 2):
-        raise DhelixError(f"two nodes of {needed} GPUs cannot be: take an even number of GPUs, or another --link")
+        raise DhelixError(f"{needed} GPUs do not split into two nodes: use an even number of GPUs, or another --link")
     job = _job(chosen, gpu, needed, None)
     profile_output.warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
     name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
@@ -220,23 +221,25 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     """Checks flags that need or exclude one another."""
     has_step = _has_step(chosen, arguments)
     if len(arguments) > 1 or (arguments and chosen["preset"]):
-        raise DhelixError("give one step: a dump, or --preset")
+        raise DhelixError("give only one step: a dump, or --preset")
     if not has_step and not chosen["collectives"] and not chosen["compare"]:
-        raise DhelixError("give a step: --preset NAME, or a dump; or --collectives for the tables of these")
+        raise DhelixError("give a step (--preset NAME, or a dump), or --collectives to measure tables of collectives")
     unknown = [setting for setting in chosen["settings"] if setting not in SETTINGS]
     if unknown or not chosen["settings"]:
-        raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+        raise DhelixError(f"--settings {','.join(unknown)} is unknown; choose from {', '.join(SETTINGS)}")
     if unknown := [name for name in chosen["bases"] if name not in operator_bases.SIZES]:
-        raise DhelixError(f"--bases {','.join(unknown)} means nothing; take of {', '.join(operator_bases.SIZES)}")
+        raise DhelixError(f"--bases {','.join(unknown)} is unknown; choose from {', '.join(operator_bases.SIZES)}")
     if chosen["link"] == "two-nodes" and chosen["bases"]:
-        raise DhelixError("--bases are measured within a node: take another --link, or leave --bases away")
+        raise DhelixError("--bases are measured within a node: use another --link, or leave out --bases")
     if chosen["recorded"] and not chosen["out"]:
-        raise DhelixError("--recorded needs --out: what was recorded elsewhere must not pass for this machine's")
+        raise DhelixError(
+            "--recorded needs --out, because times of another machine must not become this machine's profile"
+        )
     if chosen["recorded"] and (chosen["collectives"] or not has_step):
-        raise DhelixError("--recorded is for a step; leave --collectives away")
+        raise DhelixError("--recorded needs a step; give one, and leave out --collectives")
     for name in ("heat_map", "pgle", "bases"):
         if chosen[name] and not has_step:
-            raise DhelixError(f"--{name} is for a step: give --preset NAME, or a dump")
+            raise DhelixError(f"--{name} needs a step: give --preset NAME, or a dump")
 
 
 def _has_step(chosen: dict[str, Any], arguments: list[str]) -> bool:
@@ -280,7 +283,7 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DhelixError(f"cannot make the folder {path} ({error.strerror}); name another as --keep") from None
+        raise DhelixError(f"cannot make the folder {path} ({error.strerror}); give another with --keep") from None
     return path
 
 

@@ -14,17 +14,17 @@ from dhelix.profiles.profile import SETTINGS
 USAGE = """\
 usage: dhelix profile --preset NAME | DUMP | --collectives | --compare FILE [flags]
 
-Measures what the operators and collectives of one train step cost on this machine's GPUs, alone and two at once, and
-keeps it in a file. Only what the file lacks is measured; interrupt it whenever you like, the same command goes on.
-Without GPUs it says what it would measure, and what is known already.
+Measures how long the operators and collectives of one train step take on this machine's GPUs, alone and in pairs, and
+stores the times in a profile. Only missing times are measured, so an interrupted command continues when run again.
+Without GPUs it lists what it would measure and what is already known.
 
   dhelix profile --preset llama-8b --layers 4 --mesh dp=1,tp=4 --microbatches 4     # a step of `dhelix train`
   dhelix profile DUMP --settings default,connections1 --heat_map pairs.png          # any step
   dhelix profile --collectives --link no-p2p                                        # tables of collectives
   dhelix profile --compare A.json --out B.json                                      # do two machines agree?
 
-DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder: then the largest
-such module."""
+DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder, in which the
+largest such module is read."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -33,33 +33,39 @@ def define_flags(values: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, flag_values=values)
-    step_flags.define(values, None, "all there are")
-    switch("interleave", False, "the step with interleaved strands instead of the plain one")
-    flags.DEFINE_list("settings", ["default"], f"launch settings, of {', '.join(SETTINGS)}", flag_values=values)
-    choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
-    switch("collectives", False, "measure the tables of collectives")
-    bases = "the paper's operator bases too, by the model's size; of another size an error lists all"
+    step_flags.define(values, None, "all devices, as many as possible on tp")
+    switch("interleave", False, "measure the step with interleaved strands instead of the plain one")
+    flags.DEFINE_list(
+        "settings", ["default"], f"launch settings to measure, from {', '.join(SETTINGS)}", flag_values=values
+    )
+    choice("link", hardware.LINKS[0], list(hardware.LINKS), "link between the GPUs")
+    switch("collectives", False, "measure tables of collectives by kind and size")
+    bases = "also measure the paper's operator bases for these model sizes; an unknown size lists all sizes"
     flags.DEFINE_list("bases", [], bases, flag_values=values)
-    switch("pairs", True, "measure two at once, too")
-    switch("force", False, "measure again what is known")
-    flags.DEFINE_float("budget_s", None, "stop after so many seconds", lower_bound=1.0, flag_values=values)
-    text("out", None, "the profile's file (default: in DHELIX_PROFILES' last folder, or ~/.cache/dhelix/profiles)")
-    text("keep", None, "folder to keep the steps in as they were compiled for this machine's GPUs")
-    switch("explain", False, "measure nothing, say what would be; what happens without GPUs")
-    text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
+    switch("pairs", True, "also measure pairs that run at the same time")
+    switch("force", False, "measure again what is already known")
+    flags.DEFINE_float(
+        "budget_s", None, "stop after this many seconds (default: no limit)", lower_bound=1.0, flag_values=values
+    )
+    text("out", None, "profile file (default: in the last folder of DHELIX_PROFILES, or in ~/.cache/dhelix/profiles)")
+    text("keep", None, "folder for the steps as compiled for this machine's GPUs (default: not kept)")
+    switch("explain", False, "only list what would be measured (always so without GPUs)")
+    text("recorded", None, "take measurements from this profile instead of from GPUs; needs --out")
     choice(
         "hardware",
         None,
         hardware.GPUS,
-        f"without GPUs: which ones (default: the dump's, or {DEFAULT_GPU})",
+        f"GPU to assume if this machine has none (default: the dump's, or {DEFAULT_GPU})",
     )
-    text("compare", None, "say how far the file agrees with this profile; without a step, that alone")
+    text("compare", None, "show how well the profile agrees with this one; without a step, do nothing else")
     switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
-    number("top", 8, "how many rows a table shows")
+    number("top", 8, "largest number of rows in a table")
     text(
         "heat_map",
         None,
-        "draw how well the longest operators overlap with collectives, a PNG for each setting",
+        "draw how well the longest operators overlap with collectives; one PNG per launch setting",
     )
-    text("pgle", None, "write the step's times under the first setting as XLA's PGLE cost text (.pbtxt)")
-    text("perf_table", None, "write the first setting's collectives as XLA's collective performance table")
+    text("pgle", None, "write the step's times under the first setting to this file, as XLA's PGLE cost text (.pbtxt)")
+    text(
+        "perf_table", None, "write the first setting's collectives to this file, as XLA's collective performance table"
+    )

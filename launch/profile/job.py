@@ -111,7 +111,12 @@ class Job:
         measured = {key: timing for key, timing in section.collectives.items() if timing.source != ALIKE}
         seconds = {key: timing.seconds for key, timing in measured.items() if xla_tables.in_table(key)}
         if not seconds:
-            raise DhelixError(f"no collective of XLA's table is measured under {setting!r}; measure with --collectives")
+            raise DhelixError(
+                f"no collective of XLA's table is measured under {setting!r}; run with --collectives to measure them"
+            )
         if self.gpu not in _XLA_DEVICES:
-            raise DhelixError(f"XLA's table names GPUs by compute capability, and that of {self.gpu} is unknown here")
+            raise DhelixError(
+                f"XLA's table names GPUs by compute capability, but the one of {self.gpu} is unknown; leave out "
+                "--perf_table"
+            )
         return xla_tables.collective_table(seconds, _XLA_DEVICES[self.gpu], implementation)

@@ -107,7 +107,7 @@ def print_agreements(agreements: Sequence[Agreement], ours: str, theirs: str, co
 def _compared(profile: Profile, other: Profile) -> tuple[tuple[Agreement, ...], tuple[str, ...]]:
     """The agreement, and a warning if the profiles are of different hardware."""
     ours, theirs = (f"{p.hardware} with link {p.link}" for p in (profile, other))
-    strange = f"the profiles compared are of different hardware: {ours}, and {theirs}"
+    strange = f"the compared profiles are for different hardware: {ours}, and {theirs}"
     return compare(profile, other), () if ours == theirs else (strange,)
 
 

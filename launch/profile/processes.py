@@ -80,8 +80,8 @@ def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus
             status = processes[0].wait()
             words = _last_words(Path(folder, "stderr0.txt"))
             raise DhelixError(
-                f"the process that measures setting {request.setting} ended with status {status} ({words}); what it"
-                f" measured is in {request.out}, and the same command goes on from there"
+                f"the process that measures setting {request.setting} ended with status {status} ({words}); "
+                f"{request.out} holds what it measured, and the same command continues from there"
             )
         finally:
             for process in processes:

@@ -65,7 +65,7 @@ def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
     """
     file = dumps.find_module(path)
     if "cpu_after" in file.name:
-        raise DhelixError(f"{file} was compiled for CPU, and profiles are of GPUs; compile the step for GPUs")
+        raise DhelixError(f"{file} was compiled for CPU, but profiles are for GPUs; compile the step for GPUs")
     dump = dumps.read(file)
     described, notes = targets.choose(file, dump.module, hardware.describe(gpu) if gpu else None)
     if gpu is None and described.name not in hardware.ALL:
@@ -89,8 +89,8 @@ def target_of(gpu: str) -> str:
     if gpu.lower() not in deviceless.targets():
         known = ", ".join(target.upper() for target in deviceless.targets())
         raise DhelixError(
-            f"a preset is compiled for {known} here, and there is no description of {gpu} to compile for; give a dump"
-            " of a step that was compiled on such GPUs (XLA_FLAGS=--xla_dump_to=DIR)"
+            f"presets can be compiled for {known} here, but not for {gpu}; give a dump of a step that was compiled on "
+            "such GPUs (XLA_FLAGS=--xla_dump_to=DIR)"
         )
     return gpu.lower()
 

@@ -348,7 +348,7 @@ def _solo_table(name: str, rows: Sequence[Row], top: int) -> Table:
         cells = (f"{row.calls:,}", time_text(row.alone.seconds), spread, *speed, f"{row.share:.1%}", row.source)
         table.add_row(Text(readable(row.key, keys)), *cells)
     if left := rows[top:]:
-        table.caption = f"and {len(left)} more, {sum(row.share for row in left):.1%} of the time (--top)"
+        table.caption = f"and {len(left)} more, {sum(row.share for row in left):.1%} of the time (show more with --top)"
     return table
 
 
@@ -359,7 +359,7 @@ def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
     keys = [key for row in rows for key in (row.one, row.other)]
     orders = [order for row in rows for order in (row.one_first, row.other_first) if order]
     if any(order.noise for order in orders):
-        table.caption = "~1: more than 1, which no second measurement confirms: noise"
+        table.caption = "~1: above 1, not confirmed by a second measurement, so noise"
         table.caption_justify = "left"
     for row in rows:
         cells = []

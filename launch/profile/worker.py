@@ -165,7 +165,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
                 "make the arguments of the step", make_arguments, (jax.errors.JaxRuntimeError,)
             )
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
-            progress(0, 0, f"runs all operators alone, since the step itself does not run ({reason(error)})")
+            progress(0, 0, f"runs all operators alone, because the step itself does not run ({reason(error)})")
             return step
         return observe(step, lowered, arguments, per_node, setting.implementation)
 

@@ -43,4 +43,4 @@ def save(
         figure.savefig(path, metadata=dict(metadata))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DhelixError(f"cannot write {path} ({reason}); name {a_file} in a folder that exists") from None
+        raise DhelixError(f"cannot write {path} ({reason}); give {a_file} in a folder that exists") from None

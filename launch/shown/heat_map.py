@@ -70,8 +70,8 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
     computes, collectives = _sides(section, wanted)
     if not computes or not collectives:
         raise DhelixError(
-            f"no pair of an operator and a collective is measured under {setting!r}: there is nothing to draw;"
-            " measure with --pairs, or name another of --settings"
+            f"no pair of an operator and a collective is measured under {setting!r}, so there is nothing to draw; run "
+            "with --pairs, or give other --settings"
         )
     panels, failed, unsteady, noise = [], set(), set(), set()
     for panel in range(len(ORDERS)):

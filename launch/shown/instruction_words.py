@@ -98,9 +98,9 @@ def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
 def _unsure(control: Instruction) -> str:
     """Why a loop or conditional makes execution counts inside it uncertain; "" if it does not."""
     if control.opcode == "conditional":
-        return f"it runs in one branch of {len(control.called)} of {control.name}"
+        return f"it runs in one of {len(control.called)} branches of {control.name}"
     if control.opcode == "while" and trip_count(control) is None:
-        return f"how often {control.name} runs is not known: it counts once"
+        return f"the number of runs of {control.name} is unknown: it counts once"
     return ""
 
 
@@ -109,12 +109,12 @@ def place_notes(places: dict[Computation, Place]) -> Iterator[str]:
     control = [i for computation in places for i in sequence_of(computation)]
     loops = [i for i in control if i.opcode == "while"]
     if unknown := [i.name for i in loops if trip_count(i) is None]:
-        yield f"the number of trips of {_listed(unknown)} is not known, as the data decide: each body counts once"
+        yield f"the trip count of {_listed(unknown)} depends on data: each body counts once"
     if asking := [i.name for i in loops if any(map(communicates, i.called[1].instructions))]:
-        yield f"the conditions of {_listed(asking)} communicate, which does not count"
+        yield f"the conditions of {_listed(asking)} communicate, which is not counted"
     choices = [i.name for i in control if i.opcode == "conditional"]
     if choices:
-        yield f"of the branches of {_listed(choices)} the longest counts, in every execution"
+        yield f"in every execution of {_listed(choices)} the longest branch counts"
 
 
 def _listed(names: list[str]) -> str:

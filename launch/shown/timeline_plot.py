@@ -111,7 +111,7 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
       DhelixError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
     """
     if not any(picture.bars for picture in pictures):
-        raise DhelixError("the timeline is empty: there is nothing to draw")
+        raise DhelixError("the timeline is empty, so there is nothing to draw")
     try:
         import matplotlib
         from matplotlib.figure import Figure

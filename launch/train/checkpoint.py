@@ -69,15 +69,15 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:  # Orbax passes on the file system library's errors
             full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
-            why = "no space is left; free some" if full else _first_line(error)[:200]
+            why = "no space is left on the disk; free some" if full else _first_line(error)[:200]
             raise CheckpointError(f"no checkpoint can be written to {self.folder} ({why}); {self.newest()}") from None
 
     def newest(self) -> str:
         """Says which checkpoint is the newest complete one. An incomplete one has another kind of name."""
         whole = [int(path.name) for path in self.folder.glob("*") if path.name.isdecimal()]
         if not whole:
-            return f"there is no whole checkpoint in {self.folder}"
-        return f"the newest one there is of step {max(whole)}, from which --resume goes on"
+            return f"there is no complete checkpoint in {self.folder}"
+        return f"--resume continues from step {max(whole)}, the newest checkpoint there"
 
     @property
     def latest_step(self) -> int | None:
@@ -127,9 +127,10 @@ class Checkpoints:
             raise
         except (OSError, ValueError) as error:
             older = [other for other in self._manager.all_steps() if other < step]
-            others = f", of which the newest is that of step {max(older)}" if older else ""
+            others = f", the newest of which is of step {max(older)}" if older else ""
             raise CheckpointError(
-                f"{where} is damaged ({_first_line(error)[:200]}); delete its folder to go on from those before{others}"
+                f"{where} is damaged ({_first_line(error)[:200]}); delete its folder to continue from an earlier "
+                f"one{others}"
             ) from error
 
     def _run(self, step: int) -> dict[str, Any]:
@@ -168,8 +169,8 @@ def _compare(where: str, stored: Config, expected: Config) -> None:
         there, here = stored.get(name, "absent"), expected.get(name, "absent")
         if there != here:
             raise CheckpointError(
-                f"{where} is of another model: {name} is {there} there and {here} here; "
-                "give the options it was written with, or another --checkpoint_dir"
+                f"{where} belongs to another model: its {name} is {there}, and this run's is {here}; give the options "
+                "it was written with, or another --checkpoint_dir"
             )
 
 

@@ -30,7 +30,7 @@ from dhelix.runtime.step.options import StepOptions
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Trains as the flags say. Returns the exit status. Raises DhelixError."""
     if arguments:
-        raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix train --help`")
+        raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix train --help`")
     chosen: dict[str, Any] = values.flag_values_dict()
     _check(chosen)
     named = {field.name: chosen[field.name] for field in dataclasses.fields(Options) if field.name != "step"}
@@ -53,7 +53,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         except KeyboardInterrupt:
             say(
                 console,
-                f"Interrupted; {'no checkpoint was asked for' if checkpoints is None else checkpoints.newest()}",
+                "Interrupted; "
+                f"{'without --checkpoint_dir nothing was saved' if checkpoints is None else checkpoints.newest()}",
             )
             return INTERRUPTED
     if chosen["trace"]:
@@ -73,16 +74,16 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
     if chosen["pp"] > 1 and chosen["verify"]:
         raise DhelixError(
-            "--verify compares with the step without strands, and a pipeline has none; leave out --verify, and compare "
-            "losses with those of a run without --pp"
+            "--verify compares with the step without strands, which a pipeline does not have; leave out --verify, and "
+            "compare losses with a run without --pp"
         )
     for name in step_flags.given(chosen):
         if chosen["plain"]:
-            raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
+            raise DhelixError(f"--{name} applies only to interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:
-        raise DhelixError("a plan is an order already; leave out --schedule or --plan")
+        raise DhelixError("a plan already sets the order; leave out --schedule or --plan")
     if chosen["trace"] and chosen["steps"] < 2:
-        raise DhelixError("--trace records the last step, and the first one compiles; give --steps 2 or more")
+        raise DhelixError("--trace records the last step, but the first step compiles; give --steps 2 or more")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
@@ -91,7 +92,7 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError(f"no checkpoint in {folder}; leave out --resume to start a new run")
     for name in ("coordinator", "num_processes", "process_id"):
         if chosen[name] is not None and not chosen["distributed"]:
-            raise DhelixError(f"--{name} means nothing without --distributed; give both or neither")
+            raise DhelixError(f"--{name} has no effect without --distributed; give both or neither")
 
 
 def _prepare_devices(chosen: dict[str, Any]) -> None:
@@ -107,8 +108,8 @@ def _prepare_devices(chosen: dict[str, Any]) -> None:
             jax.distributed.initialize(chosen["coordinator"], chosen["num_processes"], chosen["process_id"])
         except (ValueError, RuntimeError) as error:
             raise DhelixError(
-                f"the processes do not find each other ({error}); outside of Slurm and Kubernetes give "
-                "--coordinator, --num_processes and --process_id"
+                f"the processes cannot find each other ({error}); outside Slurm and Kubernetes give --coordinator, "
+                "--num_processes and --process_id"
             ) from error
 
 
@@ -156,5 +157,5 @@ def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
     before, now = checkpoints.notes(run.first), trainer.batch_notes(run)
     say(console, f"resumed from step {run.first} in {checkpoints.folder}")
     for name in (name for name in now if before.get(name) != now[name]):
-        change = f"{name} was {before.get(name)} and is {now[name]}"
-        say(console, f"note: {change}, so the batches are not those of an unbroken run")
+        change = f"{name} was {before.get(name)} and is now {now[name]}"
+        say(console, f"note: {change}, so the batches differ from those of an uninterrupted run")

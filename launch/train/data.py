@@ -45,8 +45,8 @@ class Corpus:
         """Raises DataError if the text is too short for a row of `seq` + 1 tokens."""
         if len(self.tokens) < seq + 1:
             raise DataError(
-                f"{self.name} holds {len(self.tokens)} bytes, and a row of --seq {seq} needs {seq + 1}; "
-                "give more text by --data or a smaller --seq"
+                f"{self.name} holds {len(self.tokens)} bytes, but a row of --seq {seq} needs {seq + 1}; give more text "
+                "with --data or a smaller --seq"
             )
 
     def offsets(self, step: int, rows: int, seq: int, seed: int = 0) -> np.ndarray:

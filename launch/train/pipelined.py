@@ -14,8 +14,8 @@ order, so a run may resume with another number of stages.
     own ends           tp            only the stage of the first or of the last chunk     other schedules; "auto"
 
 Shared ends give all stages equal work, but all stages must compute an end together. This slows 1F1B down, because at
-that time some of its stages go forward and others backward (docs/pipeline.md). Own ends are stored on every stage,
-since all stages run one program.
+that time some of its stages go forward and others backward (docs/design/pipelines.md). Own ends are stored on every
+stage, since all stages run one program.
 
 `sharding="shard_map"`: one `shard_map` over pp, dp and tp. `value_and_grad` returns the gradients of the device's own
 work. They are summed once per step, over the axes that a parameter is replicated over.
@@ -105,16 +105,18 @@ def make_pipelined_step(
 
 def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
     if sharding not in ("shard_map", "auto"):
-        raise DhelixError(f"sharding={sharding!r} means nothing in a pipeline; take 'shard_map' or 'auto'")
+        raise DhelixError(f"sharding={sharding!r} does not work in a pipeline; use 'shard_map' or 'auto'")
     if sharding == "auto" and asked:
-        raise DhelixError("shared_ends=True needs sharding='shard_map': stages share a vocabulary by hand")
+        raise DhelixError(
+            "shared_ends=True needs sharding='shard_map', because the model's code shares the vocabulary between stages"
+        )
     return schedule in LOCKSTEP and sharding == "shard_map" if asked is None else asked
 
 
 def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:
     """JAX does not partition cuDNN's attention (`custom_partitioning`) if one axis is manual and others are not."""
     if sharding == "auto" and config.attention == "cudnn":
-        raise DhelixError("attention='cudnn' in a pipeline needs sharding='shard_map'; take attention='xla'")
+        raise DhelixError("attention='cudnn' in a pipeline needs sharding='shard_map'; use that, or attention='xla'")
     return "xla" if sharding == "auto" else resolve_attention(config, mesh.devices.flat[0].platform)
 
 

@@ -35,30 +35,33 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     default = Options()
-    choice("preset", preset, list(PRESETS), "the model")
-    number("layers", None, "number of layers, if not the preset's")
-    number("seq", None, "sequence length, if not the preset's")
-    number("vocab", None, "size of the vocabulary, if not the preset's")
-    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
-    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
-    number("microbatches", default.microbatches, "micro-batches per step")
+    choice("preset", preset, list(PRESETS), "model preset")
+    number("layers", None, "number of layers (default: the preset's)")
+    number("seq", None, "sequence length (default: the preset's)")
+    number("vocab", None, "vocabulary size (default: the preset's)")
+    choice(
+        "dtype", None, ["float32", "bfloat16", "float16"], "data type that layers compute in (default: the preset's)"
+    )
+    text("remat", None, "rematerialization: none, full or a policy of jax.checkpoint_policies (default: the preset's)")
+    number("microbatches", default.microbatches, "number of micro-batches per step")
     text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
     choice(
         "sharding",
         default.sharding,
         ["shard_map", "auto", "fsdp"],
-        "collectives by hand, by XLA, or parameters split over dp, too",
+        "who inserts collectives: shard_map (the model's code), auto (XLA), fsdp (XLA, with parameters also split "
+        "over dp)",
     )
-    number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh")
-    choice("pipeline", None, list(SCHEDULES), "schedule of the pipeline (default: w, two strands)")
-    number("chunks_per_stage", None, "of the interleaved schedules (default: 2)")
+    number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
+    choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")
+    number("chunks_per_stage", None, "chunks per stage of the interleaved schedules (default: 2)")
     flags.DEFINE_bool(
         "sends_beside",
         default.sends_beside,
-        "messages of lockstep schedules may leave beside the last layers of a tick: for slow links; takes memory",
+        "let messages of lockstep schedules overlap with the last layers of a tick; for slow links, needs more memory",
         flag_values=values,
     )
-    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+    number("batch", None, "number of sequences per step (default: one per micro-batch and dp shard)")
 
 
 def define_options(values: flags.FlagValues, names: Collection[str] | None = None) -> None:

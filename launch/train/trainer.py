@@ -100,9 +100,7 @@ class Run:
                 self.state, metrics = self.step(self.state, tokens)
                 loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
             if not math.isfinite(loss):
-                raise DhelixError(
-                    f"the loss of step {number + 1} is {loss}; take a smaller --lr than {self.options.lr}"
-                )
+                raise DhelixError(f"the loss of step {number + 1} is {loss}; use a smaller --lr than {self.options.lr}")
             yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun)
 
     def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
@@ -116,7 +114,9 @@ def prepare(options: Options) -> Run:
     """Makes a run without its state. Raises DhelixError if options do not fit each other or the devices."""
     config = configuration(options)
     if config.vocab < data.VOCABULARY:
-        raise DhelixError(f"the model has {config.vocab} tokens, and bytes need {data.VOCABULARY}: give --vocab")
+        raise DhelixError(
+            f"the model has {config.vocab} tokens, but bytes need {data.VOCABULARY}; give --vocab {data.VOCABULARY}"
+        )
     corpus = data.load(options.data)
     corpus.check(config.seq)
     training, batch = make_training(options, config, jax.devices())
@@ -205,13 +205,11 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
     if run.options.resume:
         run.first, run.state = _restore(run, checkpoints)
         if run.first >= run.options.steps:
-            raise DhelixError(
-                f"{checkpoints.folder} holds step {run.first} already; give --steps more than that to go on"
-            )
+            raise DhelixError(f"{checkpoints.folder} already holds step {run.first}; give a larger --steps to continue")
     elif latest is not None:
         raise DhelixError(
-            f"{checkpoints.folder} holds checkpoints up to step {latest}; give --resume to go on from there, "
-            "or another --checkpoint_dir"
+            f"{checkpoints.folder} holds checkpoints up to step {latest}; give --resume to continue from there, or "
+            "another --checkpoint_dir"
         )
     else:
         run.state = run.training.init(jax.random.key(run.options.seed))
@@ -230,7 +228,7 @@ def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
         if stored in (None, run.options.preset):
             raise
         raise DhelixError(
-            f"{checkpoints.folder} holds checkpoints of {stored}, and this run trains {run.options.preset}; give "
+            f"{checkpoints.folder} holds checkpoints of {stored}, but this run trains {run.options.preset}; give "
             f"--preset {stored}, or another --checkpoint_dir"
         ) from error
 
@@ -336,20 +334,22 @@ def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1) -> tuple[int
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in ("dp", "tp") or name in axes or not size.isdecimal() or int(size) < 1:
-            more = "; stages of a pipeline are --pp" if name == "pp" else ""
-            raise DhelixError(f"--mesh {text} means nothing; give the axes dp and tp, for example dp=2,tp=4{more}")
+            more = "; the number of pipeline stages is --pp" if name == "pp" else ""
+            raise DhelixError(
+                f"--mesh {text} is not valid; give sizes of the axes dp and tp, for example dp=2,tp=4{more}"
+            )
         axes[name] = int(size)
     if devices % pp and len(axes) < 2:
-        raise DhelixError(f"--pp {pp} stages do not divide the {devices} devices; give a number that does")
+        raise DhelixError(f"--pp {pp} does not divide the {devices} devices; give a number that does")
     of_stage = devices // pp
     if not axes:
         axes["tp"] = math.gcd(of_stage, kv_heads)
     dp = axes.get("dp", max(1, of_stage // axes.get("tp", 1)))
     tp = axes.get("tp", max(1, of_stage // dp))
     if dp * tp > of_stage or (dp * tp < of_stage and jax.process_count() > 1):
-        more = "" if jax.process_count() > 1 else "; --cpu_devices N gives N CPU devices to try it out on"
+        more = "" if jax.process_count() > 1 else "; to try it out on N CPU devices, give --cpu_devices N"
         mesh = f"{f'pp {pp} x ' if pp > 1 else ''}dp {dp} x tp {tp}"
-        raise DhelixError(f"a mesh of {mesh} needs {pp * dp * tp} devices, and there are {devices}{more}")
+        raise DhelixError(f"a mesh of {mesh} needs {pp * dp * tp} devices, but there are {devices}{more}")
     return dp, tp
 
 

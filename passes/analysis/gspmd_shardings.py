@@ -39,7 +39,7 @@ def as_shardy(module: HloModule) -> None:
     if not devices:
         return
     if len(devices) > 1:
-        raise PassRefusal("the program's tiles lie on meshes of several sizes")
+        raise PassRefusal("the program's tile shardings use different numbers of devices")
     axes = _axes([digit for split in said.values() for over in split for digit in over], *devices)
     sizes = ", ".join(f'"{name}"={size}' for name, (size, _) in axes.items())
     module.proto.frontend_attributes.map[MESHES] = f"{{{_MESH} = #sdy.mesh<[{sizes}]>}}"
@@ -53,7 +53,7 @@ def _sharded(module: HloModule) -> Iterator[Instruction]:
     for computation in module.computations:
         for i in computation.instructions:
             if i.proto.custom_call_target == "SPMDFullToShardShape":
-                raise PassRefusal("a shard_map in a program lowered for GSPMD", i)
+                raise PassRefusal("a program lowered for GSPMD must not contain a shard_map", i)
             if is_sharding_constraint(i) or (i.opcode == "parameter" and computation is module.entry):
                 if i.proto.HasField("sharding"):
                     yield i
@@ -75,9 +75,9 @@ def _digits(instruction: Instruction) -> list[list[_Digit]]:
         or tiles.HasField("named_sharding")
         or any(kind != REPLICATED for kind in tiles.last_tile_dims)
     ):
-        raise PassRefusal("its sharding is neither tiles nor a copy on every device", instruction)
+        raise PassRefusal("the sharding is neither tiled nor replicated", instruction)
     if tiles.tile_assignment_devices:
-        raise PassRefusal("its tiles list their devices one by one, which fits no mesh", instruction)
+        raise PassRefusal("the tile sharding lists devices one by one, so it matches no mesh", instruction)
     strides = _strides(tiles.iota_reshape_dims)
     left = [(tiles.iota_reshape_dims[k], strides[k]) for k in reversed(tiles.iota_transpose_perm)]  # a stack
     found: list[list[_Digit]] = []
@@ -87,7 +87,7 @@ def _digits(instruction: Instruction) -> list[list[_Digit]]:
             size, stride = left.pop()
             taken = min(size, count)
             if size % taken or count % taken:
-                raise PassRefusal("its tiles fit no mesh", instruction)
+                raise PassRefusal("the tile sharding matches no mesh", instruction)
             over.append((taken, stride * (size // taken)))
             if taken < size:
                 left.append((size // taken, stride))
@@ -107,7 +107,7 @@ def _axes(digits: Sequence[_Digit], devices: int) -> dict[str, _Digit]:
     """The coarsest mesh over the devices in order in which every digit is a set of axes; major axis first."""
     ends = sorted({1, devices} | {end for size, stride in digits for end in (stride, stride * size)})
     if any(larger % smaller for smaller, larger in pairwise(ends)):
-        raise PassRefusal("the program's tiles fit no common mesh")
+        raise PassRefusal("the program's tile shardings match no common mesh")
     axes = [(larger // smaller, smaller) for smaller, larger in pairwise(ends)]
     return {f"axis_{number}": axis for number, axis in enumerate(reversed(axes))}
 

@@ -15,12 +15,12 @@ Why it is legal: every part of t is x. So the part from device k is device k's x
 puts it. No value changes.
 
 Why it pays: NCCL gathers in a ring. A device's data pass through all others, each time through host memory. In an
-all-to-all the data go to each device directly, with more bandwidth on GPUs without peer-to-peer (docs/profiles.md).
-Over NVLink and between nodes all-gathers are as fast or faster, and stay.
+all-to-all the data go to each device directly, with more bandwidth on GPUs without peer-to-peer
+(docs/design/profiling.md). Over NVLink and between nodes all-gathers are as fast or faster, and stay.
 
 Cost: writes the gathered array once more, and needs its bytes once more while it lives.
 
-Not in the DHelix paper, which uses NCCL's collectives as they are. docs/benchmarks.md has the gain.
+Not in the DHelix paper, which uses NCCL's collectives as they are. docs/research_log.md has the gain.
 """
 
 from dataclasses import dataclass

@@ -50,11 +50,11 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, grap
 from dhelix.passes.hlo.edit import ELEMENTWISE, drop_dead, replace_all_uses
 from dhelix.passes.hlo.loops import Unknown, evaluate
 
-WIDER = "what is computed of an all-gather is wider than what is gathered"
-OTHERS = "what is computed of an all-gather reads more that is not known to be the same on all devices"
-READ = "a sum over devices is cut into parts, and read by others or ordered, too"
-MIXED = "what is cut into parts is the sum of more than sums over devices"
-ELSEWHERE = "the part of a sum over devices that is cut out is not known to be the device's own"
+WIDER = "the elementwise result of an all-gather has a wider type than the gathered array"
+OTHERS = "an elementwise operation on an all-gather reads a value that may differ between devices"
+READ = "a sliced sum over devices has other readers or control dependencies"
+MIXED = "a sliced sum has terms that are not sums over the same devices"
+ELSEWHERE = "a slice of a sum over devices is not proved to be the device's own part"
 _ELEMENTWISE = ELEMENTWISE | {"ceil", "floor"}
 _LINEAR = frozenset("add copy reshape transpose".split())
 _MOST_NEEDED = 64  # instructions that an offset may depend on
@@ -82,9 +82,9 @@ class CollectiveCanonicalization:
                 scattered += _scatter_sums(computation, left)
         context.left_alone(left)
         if late:
-            context.note("all-gathers behind what is elementwise", count=late)
+            context.note("all-gathers moved behind elementwise operations", count=late)
         if scattered:
-            context.note("reduce-scatters of all-reduces that were cut into parts", count=scattered)
+            context.note("sliced all-reduces are now reduce-scatters", count=scattered)
         return bool(late or scattered)
 
 

@@ -3,11 +3,11 @@
 All-to-alls replace all-gathers and reduce-scatters; all-gathers replace collective-permutes that swap.
 
 An all-to-all sends each device its part directly. On symmetric memory it runs on copy engines, which take no SMs.
-Through host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/profiles.md).
+Through host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/research_log.md).
 
 For exposed communication a replacement pays if the profile says that it is faster (`is_faster`). Under compute, faster
 communication gains little, and the added pass over memory costs compute time. So collectives that compute should hide
-are replaced only if communication takes longer than compute (`is_communication_bound`; see docs/benchmarks.md).
+are replaced only if communication takes longer than compute (`is_communication_bound`; see docs/research_log.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dhelix.profiles.keys import CollectiveKey
 
 INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collective-permute": "all-gather"}
 KINDS = tuple(INSTEAD)
-UNMEASURED = "nothing was measured that says whether it pays"
+UNMEASURED = "no measured costs say whether it pays"
 MIN_BYTES = 4 << 20
 """Minimal bytes of the whole buffer on one device. Latency dominates smaller messages, not bandwidth."""
 _ANY = 1 << 30  # GPUs per node, for keys in which node boundaries do not count
@@ -115,14 +115,14 @@ def _alike(key: CollectiveKey) -> tuple[str, int, int, int]:
 def why_not(collective: Instruction) -> str:
     """Why an all-to-all cannot replace a reduce-scatter or an all-gather; "" if it can."""
     if len(collective.operands) != 1 or shapes.is_tuple(collective.shape):
-        return "several arrays at once"
+        return "it has several operands"
     if not collective.proto.channel_id:
-        return "over replicas, not partitions"
+        return "it runs over replicas, not partitions"
     found = find_collective(collective)
     dimension = collective.proto.dimensions[0]
     sizes = [collective.operands[0].shape.dimensions[dimension], collective.shape.dimensions[dimension]]
     if found is None or not device_groups(collective) or found.group_size(default=0) * min(sizes) != max(sizes):
-        return "its groups do not say how many parts there are"
+        return "its groups are unknown or do not match its shapes"
     return ""
 
 
@@ -130,13 +130,13 @@ def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: in
     """Why replacing `collective` does not pay; "" if it does. Without a model only its size decides."""
     found = find_collective(collective)
     if found is None or found.size < min_bytes:
-        return f"smaller than {min_bytes} bytes"
+        return f"it is smaller than {min_bytes} bytes"
     if model is None:
         return ""
     key = OperatorKeys(model.hardware.gpus_per_node, model.implementation)[collective]
     if not isinstance(key, CollectiveKey):
-        return "no key to look its cost up by"
-    return "" if is_faster(key, model) else f"not faster with an {INSTEAD[key.kind]}"
+        return "its cost is unknown"
+    return "" if is_faster(key, model) else f"an {INSTEAD[key.kind]} is not faster"
 
 
 def is_faster(key: CollectiveKey, model: CostModel) -> bool:

@@ -79,7 +79,9 @@ class GradientReduction:
             for loop in [i for i in loops if not i.name.startswith(LAYERS)]:
                 found = _reductions(loop, self.least)
                 if found and (unmeasured or not _pays(loop, found, self.model)):
-                    reason = UNMEASURED if unmeasured else "gradients reduced layer by layer cost more than they hide"
+                    reason = (
+                        UNMEASURED if unmeasured else "reducing gradients layer by layer costs more time than it hides"
+                    )
                     context.left_alone({reason: len(found)})
                 elif found:
                     changed |= _reduce_if_split(loop, found, context)

@@ -16,11 +16,11 @@ Contract
 Why it is legal: each device gathers its own x and its partner's, and takes the partner's. No value changes.
 
 Why it pays: NCCL uses fewer channels for point-to-point messages than for gathers. Without peer-to-peer, the gather is
-faster (docs/profiles.md). Over NVLink both take as long, and permutes stay.
+faster (docs/research_log.md). Over NVLink both take as long, and permutes stay.
 
 Cost: the bytes once more while they live, and a copy unless XLA fuses the slice.
 
-Not in the papers, whose pipelines send point to point. docs/benchmarks.md has the gain.
+Not in the papers, whose pipelines send point to point. docs/research_log.md has the gain.
 """
 
 from dataclasses import dataclass
@@ -51,15 +51,15 @@ class PermuteDecomposition(Decomposition):
 def _unfit(permute: Instruction) -> str:
     """Why `permute` cannot be replaced; "" if it can."""
     if len(permute.operands) != 1 or shapes.is_tuple(permute.shape):
-        return "several arrays at once"
+        return "it has several operands"
     if not permute.proto.channel_id:
-        return "over replicas, not partitions"
+        return "it runs over replicas, not partitions"
     if not exchange.is_swap(device_groups(permute)):
-        return "what it sends does not come back from there"
+        return "its pairs do not swap"
     pairs = _pairs(permute)
     if 2 * len(pairs) != permute.computation.module.partitions:  # other devices would get zeros
-        return "its pairs are not known to be all devices"
-    return "" if row_major_axis(pairs) is not None else "its pairs are no axis of a mesh of devices in order"
+        return "its pairs do not cover all devices"
+    return "" if row_major_axis(pairs) is not None else "its pairs are not an axis of a row-major mesh"
 
 
 def _pairs(permute: Instruction) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,7 @@ all-to-all is faster.
 
 Cost: one pass over memory of 1 + 1/n of the operand, and the operand's bytes once more while it lives.
 
-Not in the DHelix paper, which uses no copy engines. docs/benchmarks.md has the gain.
+Not in the DHelix paper, which uses no copy engines. docs/research_log.md has the gain.
 """
 
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ class ReduceScatterDecomposition(Decomposition):
 def _unfit(scatter: Instruction) -> str:
     """Why `scatter` cannot be replaced; "" if it can."""
     if not shapes.is_floating(scatter.shape):
-        return "not of floating point numbers"
+        return "its type is not floating point"
     root = scatter.called[0].root
     if root.opcode != "add" or any(o.opcode != "parameter" for o in root.operands):
-        return "another reduction than a sum"
+        return "its reduction is not a sum"
     return exchange.why_not(scatter)
 
 

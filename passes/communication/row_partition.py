@@ -68,7 +68,7 @@ class RowPartition:
 
     def __post_init__(self) -> None:
         if self.parts < 2:
-            raise DhelixError(f"parts={self.parts} of the rows are no parts; give 2 or more")
+            raise DhelixError(f"parts={self.parts} does not split the rows; give 2 or more")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         if module.is_scheduled:
@@ -86,7 +86,7 @@ class RowPartition:
                 done += 1
         context.left_alone(left)
         if done:
-            context.note(f"chains from a gather to a scatter in {self.parts} parts", count=done)
+            context.note(f"chains from all-gather to reduce-scatter split into {self.parts} parts", count=done)
         return bool(done)
 
 
@@ -133,7 +133,7 @@ def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Ite
         if computation.instructions is not order:  # the first time, or a chain was partitioned
             order = computation.instructions
             place = {i: n for n, i in enumerate(order)}
-        reasons = ["no all-gather leads to it without another collective"]
+        reasons = ["no all-gather leads to the reduce-scatter without another collective in between"]
         for gather in sorted(_gathers_before(scatter), key=place.__getitem__, reverse=True):
             try:
                 yield _chain(gather, scatter, order[place[gather] + 1 : place[scatter]], parts)
@@ -176,29 +176,29 @@ def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Ins
 def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruction], parts: int) -> Chain:
     """The chain from gather to scatter, with all instructions `between` them. Raises Unfit if it cannot be split."""
     if mesh_axis(gather) != mesh_axis(scatter) or device_groups(gather) != device_groups(scatter):
-        raise Unfit("gathered and scattered over other devices")
+        raise Unfit("the all-gather and the reduce-scatter run over different devices")
     if not is_sum(scatter):
-        raise Unfit("not a sum")
+        raise Unfit("the reduce-scatter does not sum")
     if _PART in kept_apart(gather):
-        raise Unfit("it is a part")
+        raise Unfit("the chain is already a part")
     dimension, devices = gather.proto.dimensions[0], mesh_axis(gather)[1]
     size = gather.shape.dimensions[dimension]
     if size % (devices * parts):
-        raise Unfit(f"its rows do not divide into {parts} parts")
+        raise Unfit(f"the rows do not divide into {parts} parts")
     steps = _on_the_way(gather, scatter, between)
     rows = {gather: Rows(dimension, 1, 1, devices, size)}
     for step in steps:
         if find_collective(step) is not None:
-            raise Unfit("another collective stands on the way")
+            raise Unfit("another collective is in the chain")
         found = follow(step, rows)
         if found is None:
-            raise Unfit(f"rows meet on the way, at a {step.opcode}")
+            raise Unfit(f"a {step.opcode} in the chain mixes rows")
         rows[step] = found
     (summed,) = scatter.operands
     if summed not in rows or summed is gather or not any(step.opcode == "dot" for step in steps):
-        raise Unfit("nothing is multiplied on the way")
+        raise Unfit("no product is in the chain")
     if not rows[summed].is_alone or rows[summed].dimension != scatter.proto.dimensions[0]:
-        raise Unfit("what is scattered are not the rows")
+        raise Unfit("the reduce-scatter does not scatter the rows")
     if not graph.tied(gather.computation).isdisjoint((gather, *steps, scatter)):
         raise Unfit(ORDERED)
     rows[scatter] = replace(rows[summed], devices=1, size=size // devices)
@@ -238,7 +238,7 @@ def _partition(chain: Chain, count: int, channel: int) -> None:
 def _why_none(computation: Computation, alone: Alone | None) -> str:
     """Why all chains of a computation stay whole; "" if some may be split."""
     if co_executes(computation):
-        return "the other strand hides its collectives"
+        return "the other strand hides the collectives"
     if alone is None:
         return ""
     communication = sum(alone.seconds(i) for i in computation.instructions if find_collective(i) is not None)
@@ -257,4 +257,4 @@ def _why_too_dear(chain: Chain, parts: int, alone: Alone | None) -> str:
     for number in range(parts):
         computed = max(computed, (number + 1) * gather_part) + between / parts
         scattered = max(scattered, computed, parts * gather_part) + scatter_part
-    return "" if scattered < gather + between + scatter else "not faster in parts"
+    return "" if scattered < gather + between + scatter else "parts are not faster"

@@ -130,7 +130,7 @@ def _on_copy_engines(key: Key) -> bool:
 _COPIED = ("all-gather", "all-to-all")
 
 BY_THEMSELVES = InStep()
-# Chosen by measurement, on traces of Llama-8B steps on 4 x H200 (docs/benchmarks.md).
+# Chosen by measurement, on traces of Llama-8B steps on 4 x H200 (docs/research_log.md).
 _WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
 _LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: the next launch waits behind it in the only connection
 _H200 = PowerLimit(free=0.44, slope=2.0, communication=0.15)
@@ -242,7 +242,7 @@ class Costs(dict[Instruction, Cost]):
         if not self._assumes_network:
             return ""
         bandwidth, per_node = self.hardware.inter_bandwidth / 1e9, self.hardware.gpus_per_node
-        return f"{bandwidth:g} GB/s of each GPU between nodes of {per_node}"
+        return f"{bandwidth:g} GB/s per GPU between nodes of {per_node} GPUs"
 
     def at_clock(self, clock: float) -> "Costs":
         """The same costs, with products and attention `clock` times as long as at the full clock."""
@@ -359,8 +359,8 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.setting not in self.profile.sections:
             raise DhelixError(
-                f"the profile of {self.profile.hardware} with link {self.profile.link} has nothing under the launch "
-                f"setting {self.setting!r}: run `dhelix profile` under it, or use one of "
+                f"the profile of {self.profile.hardware} with link {self.profile.link} has no measurements under "
+                f"launch setting {self.setting!r}: run `dhelix profile` under it, or use one of "
                 + ", ".join(sorted(self.profile.sections))
             )
 

@@ -74,7 +74,7 @@ class StepTime:
             return ""
         names = ", ".join(self.unknown_loops[:3]) + (", ..." if len(self.unknown_loops) > 3 else "")
         return (
-            "Loops that run as often as the data say count once here, so a step takes another time than these: "
+            "Each loop with a data-dependent trip count counts as one iteration, so the real step time differs: "
             f"{names} ({len(self.unknown_loops)} in all)."
         )
 
@@ -126,7 +126,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
     """
     if not module.is_scheduled:
         raise DhelixError(
-            f"{module.name} is not scheduled, so what it runs is not known; give the compiled step, "
+            f"{module.name} is not scheduled; give the compiled step, "
             "such as compiled.as_text() or the *after_optimizations* file of an --xla_dump_to folder"
         )
     operators: dict[Key, OperatorTime] = {}

@@ -78,7 +78,7 @@ def evaluate(
     """
     if hardware is None:
         if not isinstance(costs, Costs):
-            raise DhelixError("costs without hardware: give Costs(hardware), or hardware= beside them")
+            raise DhelixError("the costs name no hardware: give Costs(hardware), or hardware= as well")
         hardware = costs.hardware
     player = Player(costs, hardware, {} if bodies is None else bodies)
     for instruction in order:

@@ -8,7 +8,7 @@ our modules from helper jits without parsing them.
 differ deadlock.
 
 The same input gives the same fingerprints on every host. They depend on no dict order, object identity, file path or
-time. See docs/design.md, "Names, markers, fingerprints".
+time. See docs/design/compiler.md, "Names, markers, fingerprints".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The predicted gain of a step, as data and as text: plain step and ours, by the same evaluator with the same costs.
 
-    294.7 ms -> 271.0 ms predicted (0.92 x)
-    exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down beside collectives +6.4 ms
-    what is left: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms)
+    predicted step time 294.7 ms -> 271.0 ms (0.92 x)
+    changes: exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down from overlap +6.4 ms
+    where the time goes: kernels 214.2 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms), ...
     peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
 
 A step's time has six parts that add up to it, so a gain has six causes. `guesses` says how much of the prediction rests
@@ -19,7 +19,7 @@ MANY_GUESSES = 0.1  # fraction of guessed costs above which the text mentions th
 _SAME_WORK = 0.01  # relative difference of FLOPs allowed for equal work, because fusions are counted differently
 _CAUSES = {
     "exposed": "exposed communication",
-    "slow_down": "slow-down beside collectives",
+    "slow_down": "slow-down from overlap",
     "copies": "copies",
     "compute": "kernels",
     "clock": "lower clock",
@@ -90,13 +90,13 @@ class Gain:
 
     def time(self) -> str:
         before, after = (milliseconds(step.seconds) for step in (self.before, self.after))
-        return f"{before} -> {after} predicted ({self.ratio:.2f} x)"
+        return f"predicted step time {before} -> {after} ({self.ratio:.2f} x)"
 
     def why(self) -> str:
         """Why the times differ, in one line. Causes below 0.2 % of the step are left out."""
         least = self.before.seconds / 500
         causes = [f"{_CAUSES[name]} {_signed(s)}" for name, s in self.causes.items() if abs(s) >= least]
-        return ", ".join(causes) or "no part of the step differs by 0.2 % of it"
+        return f"changes: {', '.join(causes) or 'none above 0.2 % of the step time'}"
 
     def left(self) -> str:
         """Where the second step's time goes, in one line, longest part first. Parts below 0.5 % are left out."""
@@ -105,7 +105,7 @@ class Gain:
         told = {name: milliseconds(seconds) for name, seconds in parts.items()}
         told["exposed"] += f" ({waits})" if waits else ""
         shown = sorted((n for n in parts if parts[n] > self.after.seconds / 200), key=lambda n: -parts[n])
-        return f"what is left: {', '.join(f'{_CAUSES[name]} {told[name]}' for name in shown)}"
+        return f"where the time goes: {', '.join(f'{_CAUSES[name]} {told[name]}' for name in shown)}"
 
     def unequal(self) -> str:
         """A warning if the two steps do not compute the same amount; "" if they do, or if FLOPs are unknown."""
@@ -114,7 +114,7 @@ class Gain:
             return ""
         return (
             f"the second step computes {after / before:.2f} x as much as the first ({before:.3g} and {after:.3g}"
-            " floating point operations), so their times are not of the same work"
+            " floating point operations), so their times are not comparable"
         )
 
     def memory(self) -> str:
@@ -125,11 +125,11 @@ class Gain:
 
 def guesses(step: StepParts) -> str:
     """The source of the costs; the guessed fractions above `MANY_GUESSES`; and all assumptions."""
-    said = [f"times by the {step.costs}"]
+    said = [f"costs from the {step.costs}"]
     if step.guessed > MANY_GUESSES:
-        said.append(f"{step.guessed:.0%} of what operators take is guessed")
+        said.append(f"{step.guessed:.0%} of the operators' time is guessed")
     if step.guessed_overlap > MANY_GUESSES:
-        said.append(f"for {step.guessed_overlap:.0%} of what overlaps no pairs were measured")
+        said.append(f"{step.guessed_overlap:.0%} of the overlap time has no measured pairs")
     if step.assumed:
         said.append(f"assumed: {step.assumed}")
     return "; ".join(said)

@@ -1,12 +1,13 @@
 """The outcome of a step in a few lines: what changed, the predicted gain, how certain it is, and the compile time.
 
     jit_train_step: two strands over 8 layers, 4 micro-batches
-      294.7 ms -> 271.0 ms predicted (0.92 x), against the same micro-batched step without passes (DHELIX=off)
-      exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down beside collectives +6.4 ms
-      what is left: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms)
+      predicted step time 294.7 ms -> 271.0 ms (0.92 x), compared with the same micro-batched step without passes
+      (DHELIX=off)
+      changes: exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down from overlap +6.4 ms
+      where the time goes: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (...)
       peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
-      times by the profile of H200 with link nvlink, launch setting default
-      to try: another launch setting: over nvlink mostly CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_CTA_POLICY=2 ...
+      costs from the profile of H200 with link nvlink, launch setting default
+      to try: launch setting CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_CTA_POLICY=2, usually the fastest over nvlink ...
       first step: compiled in 14.9 s, of which dhelix took 5.0 s
 
 If the gain is not predicted, a line says why.
@@ -34,15 +35,15 @@ def headline(found: Report) -> list[str]:
     if found.left_alone or not found.changed:
         why = found.left_alone or _why_unchanged(found)
         if not found.left_alone and not any(entry.ran for entry in found):
-            return [f"{name}: no pass ran; each {why}", *_first_step(found)]
-        return [f"{name} runs as XLA makes it: {why}", *_first_step(found)]
+            return [f"{name}: no pass ran: each {why}", *_first_step(found)]
+        return [f"{name} runs unchanged: {why}", *_first_step(found)]
     lines = [f"{name}: {_changed(found)}"]
     if found.gain is not None:
-        lines.append(f"{found.gain.time()}, against the same micro-batched step without passes (DHELIX=off)")
+        lines.append(f"{found.gain.time()}, compared with the same micro-batched step without passes (DHELIX=off)")
         lines += [found.gain.why(), found.gain.left(), found.gain.memory(), guesses(found.gain.after)]
         lines += _to_try(found.gain)
     else:
-        lines.append(f"what it gains is not predicted: {_why_unknown(found)}")
+        lines.append(f"gain not predicted: {_why_unknown(found)}")
     return [*lines, *_first_step(found)]
 
 
@@ -57,7 +58,7 @@ def _changed(found: Report) -> str:
         return f"changed by {', '.join(entry.name for entry in found if entry.changed)}"
     layers = [match[1] for loop in strands.facts["merged_loops"] if (match := _LAYERS.search(str(loop)))]
     unit = "layer" if set(layers) == {"1"} else "layers"
-    over = f" over {' and '.join(dict.fromkeys(layers))} {unit}" if layers else " (no loops of layers merged)"
+    over = f" over {' and '.join(dict.fromkeys(layers))} {unit}" if layers else " (no layer loops merged)"
     count = strands.facts.get("microbatches")
     return f"two strands{over}, {'an unknown number of' if count is None else count} micro-batches"
 
@@ -69,27 +70,27 @@ def _why_unchanged(found: Report) -> str:
 
 def _why_unknown(found: Report) -> str:
     if not any(entry.ran for entry in found if entry.stage == "post-scheduler"):
-        return "that takes a compilation for GPUs, which docs/predict.md makes without having any"
-    return "the plain step's schedule is not known"
+        return "a prediction needs a compilation for GPUs; docs/guide/your_step.md shows how to compile without GPUs"
+    return "the plain step's schedule is unknown"
 
 
 def _to_try(gain: Gain) -> Iterator[str]:
     """Advice on what may be faster, or make the prediction more certain."""
     after, advice = gain.after, []
     if gain.ratio >= 1.0:
-        advice.append("DHELIX=off, as nothing is gained")
+        advice.append("DHELIX=off, because no gain is predicted")
     best = SETTINGS.get(FASTEST.get(after.link, ""))
     # Assumed costs mean several nodes, where another setting may be faster.
     if best is not None and best.name != after.setting and not after.assumed:
         flags = f" XLA_FLAGS='{' '.join(best.training_flags)}'" if best.training_flags else ""
         start = " ".join(f"{name}={value}" for name, value in best.environment.items())
         advice.append(
-            f"another launch setting: over {after.link} mostly {start}{flags} (`dhelix plan DUMP` compares them)"
+            f"launch setting {start}{flags}, usually the fastest over {after.link} (`dhelix plan DUMP` compares them)"
         )
     if after.assumed:
-        advice.append("`dhelix profile` over two nodes, which measures what is assumed")
+        advice.append("`dhelix profile` over two nodes, to measure the assumed costs")
     if max(after.guessed, after.guessed_overlap) > MANY_GUESSES:
-        advice.append("`dhelix profile` of this step, which measures what is guessed")
+        advice.append("`dhelix profile` of this step, to measure the guessed costs")
     if advice:
         yield f"to try: {'; '.join(advice)}"
 
@@ -97,6 +98,6 @@ def _to_try(gain: Gain) -> Iterator[str]:
 def _first_step(found: Report) -> Iterator[str]:
     took = found.plain_seconds + sum(stage.seconds for stage in found.stages if not stage.stored)
     compiled = (stage for stage in found.stages if stage.stage != "lowered")
-    stored = ", out of the compilation cache" if any(stage.stored for stage in compiled) else ""
+    stored = " (from the compilation cache)" if any(stage.stored for stage in compiled) else ""
     if found.compile_seconds:
         yield f"first step: compiled in {found.compile_seconds:.1f} s{stored}, of which dhelix took {took:.1f} s"

@@ -215,12 +215,12 @@ class _Attempt:
             self.seconds = time.perf_counter() - start
         if not changed:
             if self.manager.strict and view.to_bytes() != before:
-                raise DhelixError(f"pass {self.one.name} changed the module and reported no change")
+                raise DhelixError(f"pass {self.one.name} changed the module but reported no change")
             return before
         after = view.to_bytes()  # before verify, because it sorts the instructions
         verify(view, self._may_share)
         if not _same_signature(signature, _signature(view)):
-            raise HloVerifyError("the entry computation takes or returns other shapes than before")
+            raise HloVerifyError("the pass changed the shapes that the entry computation takes or returns")
         if view.is_scheduled != scheduled:
             raise HloVerifyError("the module lost its schedule" if scheduled else "the module gained a schedule")
         self._dump("after", after, view)
@@ -241,7 +241,7 @@ class _Attempt:
         where = f" (at {said})" if said else ""
         name = fingerprint.unmark(self.module_name)
         key = (self.manager.step or name, self.one.name, reason)
-        say_once(f"pass {self.one.name} left {name} as it was: {reason}{where}", key)
+        say_once(f"pass {self.one.name} left {name} unchanged: {reason}{where}", key)
         return self._report(outcome, count, count, before)
 
     def _report(self, outcome: str, count_before: int, count_after: int, after: bytes) -> PassReport:

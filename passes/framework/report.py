@@ -1,8 +1,8 @@
 """What the pass manager did: frozen data with a JSON form and a table.
 
 A `Report` holds one `StageReport` per stage, which holds one `PassReport` per pass, which holds the notes of that pass.
-The JSON form is stored next to the compilation cache, because no pass runs after a cache hit (docs/design.md, "Names,
-markers, fingerprints").
+The JSON form is stored next to the compilation cache, because no pass runs after a cache hit (docs/design/compiler.md,
+"Names, markers, fingerprints").
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ class Report:
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise DhelixError(
-                f"this is no dhelix report, or one of another version ({error}); delete it and compile again"
-            ) from None
+            raise DhelixError(f"not a dhelix report of this version ({error}): delete it and compile again") from None
 
     def table(self, verbose: bool = False) -> Table:
         """The result of each pass, in run order. `verbose` adds times, instruction counts and all facts."""
@@ -208,7 +206,7 @@ class Report:
         console.print()
         console.print(self.table(verbose))
         if not verbose:
-            console.print("(times, instructions and all facts: print(verbose=True))", style="dim", highlight=False)
+            console.print("(print(verbose=True) adds times, instructions and all facts)", style="dim", highlight=False)
         else:
             console.print(f"{self.module}  {self.fingerprint}", style="dim", highlight=False)
 

@@ -59,7 +59,7 @@ def splits(text: str) -> list[Split]:
     """All splits that the text of an attribute lists. Raises PassRefusal for a mesh without a name."""
     _, *pieces = text.split("<@")
     if "<mesh<" in text:
-        raise PassRefusal("a sharding is on a mesh without a name")
+        raise PassRefusal("a sharding uses a mesh without a name")
     found = []
     for piece in pieces:
         mesh, _, rest = piece.partition(", [")

@@ -228,11 +228,11 @@ def bounded_condition(loop: WhileLoop, trips: int, state: Any) -> Computation:
     """
     counters, index = loop.counters, loop.induction_index
     if counters is None or index is None or not 0 < trips < len(counters):
-        raise PassRefusal(f"it is not proved to run {trips} times and more, by one counter", loop.instruction)
+        raise PassRefusal(f"the loop is not proved to run at least {trips} iterations by one counter", loop.instruction)
     values = [state_of[index] for state_of in counters]
     rising = values[1] > values[0]
     if any((b > a) != rising for a, b in itertools.pairwise(values)):
-        raise PassRefusal("its counter goes up and down", loop.instruction)
+        raise PassRefusal("the loop's counter goes up and down", loop.instruction)
     builder = Builder(loop.body.module.new_computation("bounded_condition"))
     counter = builder.element(builder.parameter(0, state), index)
     bound = builder.scalar(values[trips], counter.shape.element_type)

@@ -62,7 +62,7 @@ class WhileLoop:
             or self.body.root.opcode != "tuple"
             or any(parameters[0] in i.operands and i.opcode != "get-tuple-element" for i in self.body.instructions)
         ):
-            raise PassRefusal("the loop does not carry a tuple that its body takes apart and rebuilds", loop)
+            raise PassRefusal("the loop does not carry a tuple that its body reads by element and rebuilds", loop)
 
     @property
     def body(self) -> Computation:

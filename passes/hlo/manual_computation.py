@@ -5,8 +5,8 @@
     y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
 
 Attributes of the custom calls list the mesh axes that split each dimension, and the manual axes. A shard_map without
-operands has no first custom call. A shard_map without results has no last one. docs/lowering.md describes what happens
-to the three instructions; `shardy_import.py` reads them back.
+operands has no first custom call. A shard_map without results has no last one. docs/design/programs.md describes what
+happens to the three instructions; `shardy_import.py` reads them back.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
     """
     mesh = mesh_axes(module, name)
     if not mesh.keys() >= set(axes):
-        raise PassRefusal(f"it is not known which devices are along {', '.join(axes)} of mesh {name}")
+        raise PassRefusal(f"the module does not declare axes {', '.join(axes)} of mesh {name}")
     listed = re.search(r"device_ids=\[([^\]]*)\]", meshes(module).get(name, ""))
     ids = map(int, listed[1].split(",")) if listed else range(math.prod(mesh.values()))
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -123,7 +123,7 @@ def manual_computations(computation: Computation) -> list[ManualComputation]:
         after = {u for value in _parts(call, users) for u in users[value] if u.opcode != "get-tuple-element"}
         edges = [(i, target) for some, target in ((before, TO_LOCAL), (after, TO_GLOBAL)) for i in some]
         if len(before) > 1 or len(after) > 1 or any(i.proto.custom_call_target != target for i, target in edges):
-            raise PassRefusal("it is no chain of to-local, call and to-global", call)
+            raise PassRefusal("the shard_map is not a chain of to-local, call and to-global", call)
         found.append(ManualComputation(next(iter(before), None), call, next(iter(after), None)))
     return found
 

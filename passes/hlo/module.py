@@ -114,7 +114,7 @@ class HloModule:
         try:
             self.proto = schema.ModuleProto.FromString(source)
         except DecodeError as error:
-            raise DhelixError(f"{origin} is no serialized HloModuleProto, or it is cut short: {error}") from None
+            raise DhelixError(f"{origin} is not a serialized HloModuleProto, or it is cut short: {error}") from None
         self._source = source
         self._source_rewritten: bytes | None = None
         self._names: dict[str, int] | None = None
@@ -136,8 +136,8 @@ class HloModule:
                 raise KeyError(self.proto.entry_computation_name)
         except KeyError as error:
             raise DhelixError(
-                f"{origin} is no HLO module, or it is cut short: instruction or computation {error} is "
-                "missing or there twice; give a whole HloModuleProto, as --xla_dump_hlo_as_proto writes it"
+                f"{origin} is not an HLO module, or it is cut short: instruction or computation {error} is "
+                "missing or duplicated; give a whole HloModuleProto, as --xla_dump_hlo_as_proto writes it"
             ) from None
         reachable = self._callees([self.entry])
         self._unused = [c for c in self.computations if c not in reachable]  # unused in the input: kept

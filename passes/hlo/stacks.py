@@ -39,7 +39,7 @@ def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
     """
     stack = loop.instruction.shape.tuple_shapes[element]
     if sum(loop.reads.get(value) == element for value in loop.body.root.operands) > 1:
-        raise PassRefusal("the backward pass hands it on twice", loop.instruction)
+        raise PassRefusal("the backward pass carries the stack twice", loop.instruction)
     users = loop.body.users()
     found = []
     for read, k in loop.reads.items():
@@ -47,9 +47,9 @@ def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
             if user is loop.body.root:
                 continue
             if user.opcode != "dynamic-slice" or not is_one_slot(user.shape, stack):
-                raise PassRefusal("the backward pass reads more or less than one slot at a time", user)
+                raise PassRefusal("the backward pass does not read one slot at a time", user)
             if not starts_at_zero(user.operands[2:]):
-                raise PassRefusal("the backward pass reads a part of a slot", user)
+                raise PassRefusal("the backward pass reads only a part of a slot", user)
             found.append(user)
     return found
 
@@ -63,14 +63,14 @@ def slot_write(loop: WhileLoop, element: int) -> Instruction:
     write = root.operands[element]
     targets = [read for read, k in loop.reads.items() if k == element]
     if write.opcode != "dynamic-update-slice" or write.operands[0] not in targets:
-        raise PassRefusal("the forward pass does not write it slot by slot", write)
+        raise PassRefusal("the forward pass does not write the stack slot by slot", write)
     if any(u is not write for t in targets for u in users[t]) or users[write] != [root]:
-        raise PassRefusal("the forward pass reads what it has written", write)
+        raise PassRefusal("the forward pass reads the stack", write)
     if root.operands.count(write) > 1:
-        raise PassRefusal("the forward pass hands it on twice", write)
+        raise PassRefusal("the forward pass carries the stack twice", write)
     stack = loop.instruction.shape.tuple_shapes[element]
     if not is_one_slot(write.operands[1].shape, stack) or not starts_at_zero(write.operands[3:]):
-        raise PassRefusal("the forward pass writes more or less than one slot", write)
+        raise PassRefusal("the forward pass does not write one slot at a time", write)
     return write
 
 
@@ -121,18 +121,18 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
     """
     users = source.computation.users()
     if any(u.opcode != "get-tuple-element" for u in users[source]):
-        raise PassRefusal("it is read as a whole", source)
+        raise PassRefusal("the state that holds the stack is read as a whole", source)
     reads = [r for r in users[source] if r.tuple_index == element and users[r]]
     starts = [u for r in reads for u in users[r]]
     loops = [w for s in starts for w in users[s] if s.opcode == "tuple" and w.opcode == "while"]
     if len(starts) != 1 or len(loops) != 1 or users[starts[0]] != loops:
-        raise PassRefusal("the last backward pass reads it outside its layer loop", source)
+        raise PassRefusal("the last backward pass reads the stack outside its layer loop", source)
     if starts[0].operands.count(reads[0]) > 1:
-        raise PassRefusal("it enters the last layer loop twice", loops[0])
+        raise PassRefusal("the stack enters the last layer loop twice", loops[0])
     loop, index = WhileLoop(loops[0]), starts[0].operands.index(reads[0])
     for result in users[loop.instruction]:
         if result.opcode != "get-tuple-element" or (result.tuple_index == index and users[result]):
-            raise PassRefusal("it is read after the last backward pass", result)
+            raise PassRefusal("the stack is read after the last backward pass", result)
     return loop, index
 
 

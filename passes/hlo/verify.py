@@ -102,7 +102,7 @@ def _check_computation(
     seen: set[Instruction] = set()
     for instruction in computation.instructions:
         if instruction in seen or instruction.computation is not computation:
-            raise _error(instruction, f"stands in {computation.name} twice or belongs to another computation")
+            raise _error(instruction, f"is in {computation.name} twice or belongs to another computation")
         if instruction.name in names:
             raise _error(instruction, f"in {computation.name}: the name is taken")
         names.add(instruction.name)
@@ -122,7 +122,7 @@ def _check_computation(
                 raise _error(instruction, f"shares {called.name} with {owner.name}; it needs a copy")
         if len(instruction.operands) < _LEAST.get(instruction.opcode, 0):
             raise _error(
-                instruction, f"has {len(instruction.operands)} operands, and needs {_LEAST[instruction.opcode]}"
+                instruction, f"has {len(instruction.operands)} operands but needs at least {_LEAST[instruction.opcode]}"
             )
         if instruction.opcode in _CHECKS:
             _check_instruction(instruction, *_CHECKS[instruction.opcode])

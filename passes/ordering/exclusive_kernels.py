@@ -74,7 +74,7 @@ class ExclusiveKernels:
             module.schedule[computation] = order
             moved += len(guard.moved)
             for start in guard.moved:
-                context.note("not in flight beside a kernel that waits for its peers any more", start)
+                context.note("no longer in flight while a kernel waits for its peers", start)
         for computation in holding:
             if computation in module.schedule:
                 _tie(module.schedule[computation], holding)
@@ -144,7 +144,7 @@ class _Guard:
             if self._is_legal(tried, start, done):
                 return tried
         raise PassRefusal(
-            "a collective has to be in flight beside a kernel that waits for its peers, which can stop the program: "
+            "a collective must be in flight while a kernel waits for its peers, which can deadlock the program: "
             'compile without collective matmuls of form "mosaic"',
             start,
         )

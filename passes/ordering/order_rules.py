@@ -244,16 +244,16 @@ def apply_order(
     facts = {"seconds_before": before, "seconds_after": after, "guessed_overlap": guessed}
     if after >= before and min_gain is not None and needed <= memory_limit and not crowded:
         module.schedule.update(original)
-        context.note("stood down: the module as a whole plays no faster", **facts)
+        context.note("orders dropped: the module as a whole is not predicted to be faster", **facts)
         return False
-    context.note("all orders together play faster", **facts)
+    context.note("predicted time of the module in the new orders", **facts)
     if costs.estimator is not None and guessed > _GUESSED:
         setting, hardware = costs.estimator.section.setting, costs.hardware
         say_once(
-            f"for {guessed:.0%} of the time in which collectives run beside compute the profile of {hardware.name} has "
-            f"no pairs like theirs under the launch setting {setting!r}. Compute is taken to run at "
-            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed there (at "
-            f"{hardware.inter_compute_rate:g} and {hardware.inter_communication_rate:g} where those leave the node); "
+            f"the profile of {hardware.name} has no measured pairs for {guessed:.0%} of the time in which collectives "
+            f"overlap with compute under launch setting {setting!r}: compute is assumed to run at "
+            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed (between "
+            f"nodes {hardware.inter_compute_rate:g} and {hardware.inter_communication_rate:g}); "
             "`dhelix profile` of this step measures pairs",
             ("guessed overlap", setting),
         )
@@ -266,8 +266,8 @@ def _check_memory(
     if needed > limit:
         module.schedule.update(original)
         raise MemoryRefusal(
-            f"no order was found that keeps to the limit of {bytes_text(limit)}, arguments and all; the smallest needs "
-            f"{bytes_text(needed)}",
+            f"no order was found that fits into the limit of {bytes_text(limit)}, arguments included; the smallest "
+            f"needs {bytes_text(needed)}",
             needed,
         )
 
@@ -308,13 +308,13 @@ def _improve(
     }
     faster = min_gain is None or after.seconds <= before.seconds - min_gain * _overlappable(before)
     if peak > max(peak_before, limits.bytes):
-        context.note("stood down: the order needs more memory than allowed", **facts)
+        context.note("XLA's order kept: the new order needs more memory than allowed", **facts)
         return
     if new == old or not (faster or crowded or peak_before > limits.bytes):
-        context.note("stood down: no order plays better than XLA's", **facts)
+        context.note("XLA's order kept: no order is predicted to be faster", **facts)
         return
     schedule[computation] = new
-    context.note("in another order than XLA's", **facts)
+    context.note("reordered", **facts)
 
 
 def _overlappable(timeline: Timeline) -> float:

@@ -36,7 +36,7 @@ def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
                 runs = True
     for stage, order in enumerate(orders):
         if position[stage] < len(order):
-            raise DhelixError(f"{programs.name}: stage {stage} waits for ever for {order[position[stage]].reads}")
+            raise DhelixError(f"{programs.name}: stage {stage} waits forever for {order[position[stage]].reads}")
     return Fraction(max(clock), unit)
 
 

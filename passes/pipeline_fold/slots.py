@@ -96,7 +96,7 @@ def _scratch(schedule: Schedule, stage: int) -> Iterator[tuple[int, bool] | None
         elif backward is not None:
             yield backward.slot, not backward.reversed
         else:
-            raise DhelixError(f"tick {number}, stage {stage}: no slot is dead for the masked forward; add a slot")
+            raise DhelixError(f"tick {number}, stage {stage}: no slot is free for the masked forward; add a slot")
         if backward is not None:
             free.add(backward.slot)
         if forward is not None:

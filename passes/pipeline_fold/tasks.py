@@ -42,11 +42,11 @@ class PipelineCosts:
 
     def __post_init__(self) -> None:
         if self.forward <= 0 or self.backward <= 0 or (self.co_executed is not None and self.co_executed <= 0):
-            raise DhelixError("pipeline costs: a layer takes time forward, backward, co-executed: above zero")
+            raise DhelixError("pipeline costs: forward, backward and co_executed must be above zero")
         if min(self.embedding, self.head, self.send, self.weight_gradient or 0) < 0:
-            raise DhelixError("pipeline costs: a time is below zero; leave out what takes none")
+            raise DhelixError("pipeline costs: a time is below zero; leave out a part that takes no time")
         if self.weight_gradient is not None and self.weight_gradient > self.backward:
-            raise DhelixError("pipeline costs: weight_gradient is a part of backward and cannot be more than it")
+            raise DhelixError("pipeline costs: weight_gradient is a part of backward and cannot exceed it")
 
     def of_pair(self, forward_layers: int, backward_layers: int) -> Fraction:
         """Time of a cell with so many layers forward and backward; as many as possible are co-executed."""

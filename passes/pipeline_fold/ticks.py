@@ -51,7 +51,7 @@ def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool 
             row = next((row for row in rows if set(row) != {_IDLE}), row)
         if all(pair == _IDLE for pair in row):
             waiting = next(order[position[stage]] for stage, order in enumerate(orders) if position[stage] < len(order))
-            raise DhelixError(f"the stages wait for one another in tick {len(timetable)}: {waiting} has no input")
+            raise DhelixError(f"the stages deadlock in tick {len(timetable)}: {waiting} has no input")
         for stage, (forward, backward) in enumerate(row):
             position[stage] += (forward, backward) != _IDLE
             made |= {("forward", forward)} if forward is not None else set()

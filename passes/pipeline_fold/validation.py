@@ -40,7 +40,9 @@ def _check_layout(layout: Layout) -> None:
     if len(layout.chunk_layers) != len(layout.stage_of):
         raise DhelixError(f"layout: {len(layout.chunk_layers)} chunk lengths for {len(layout.stage_of)} chunks")
     if min(layout.chunk_layers) < 1 or layout.padded - min(layout.chunk_layers) > 1:
-        raise DhelixError(f"layout: chunks of {layout.chunk_layers} layers; they may differ by one and not be empty")
+        raise DhelixError(
+            f"layout: chunks of {layout.chunk_layers} layers; lengths must be at least 1 and differ by at most 1"
+        )
     for stage in range(layout.stages):
         if len(layout.chunks_of(stage)) * layout.stages != layout.chunks:
             raise DhelixError(f"layout: stage {stage} holds {len(layout.chunks_of(stage))} of {layout.chunks} chunks")
@@ -65,7 +67,7 @@ def _check_work(schedule: Schedule, direction: str) -> dict[tuple[int, int], int
         if layout.stage_of[work.chunk] != stage:
             raise DhelixError(f"{where}: the chunk is on stage {layout.stage_of[work.chunk]}")
         if item in ticks:
-            raise DhelixError(f"{where}: was done in tick {ticks[item]} already")
+            raise DhelixError(f"{where}: already done in tick {ticks[item]}")
         ticks[item] = tick
     for microbatch in range(schedule.microbatches):
         for chunk, stage in enumerate(layout.stage_of):
@@ -87,7 +89,7 @@ def _check_dependencies(
         made = max(forwards[item], backwards[work.microbatch, work.chunk + 1] if work.chunk < last else -1)
         if made >= tick:
             where = f"tick {tick}, stage {stage}: backward of {_name(work)}"
-            raise DhelixError(f"{where}: what it reads is made in tick {made}")
+            raise DhelixError(f"{where}: its input is made in tick {made}")
 
 
 def _check_slots(schedule: Schedule, stage: int) -> None:
@@ -98,7 +100,7 @@ def _check_slots(schedule: Schedule, stage: int) -> None:
             if held.get(backward.slot) != backward:
                 what = f"holds {_name(held[backward.slot])}" if backward.slot in held else "is empty"
                 if backward.slot in held and _name(held[backward.slot]) == _name(backward):
-                    what = "lies in the other order"
+                    what = "is stored in the other order"
                 raise DhelixError(
                     f"tick {number}, stage {stage}: backward of {_name(backward)}: slot {backward.slot} {what}"
                 )
@@ -106,11 +108,13 @@ def _check_slots(schedule: Schedule, stage: int) -> None:
         if forward is not None:
             where = f"tick {number}, stage {stage}: forward of {_name(forward)}: slot {forward.slot}"
             if not 0 <= forward.slot < schedule.slots:
-                raise DhelixError(f"{where} is none of the {schedule.slots}")
+                raise DhelixError(f"{where} is not one of the {schedule.slots} slots")
             if forward.slot in held:
                 raise DhelixError(f"{where} still holds {_name(held[forward.slot])}")
             if backward is not None and backward.slot == forward.slot and backward.reversed == forward.reversed:
-                raise DhelixError(f"{where}: is read in the same tick the other way round; flip `reversed`")
+                raise DhelixError(
+                    f"{where} is read in the same tick, so it must be written in the other order; flip `reversed`"
+                )
             held[forward.slot] = forward
 
 
@@ -123,7 +127,7 @@ def _check_messages(schedule: Schedule) -> None:
             receivers = sorted(receiver for _, receiver in hops)
             for first, second in zip(receivers, receivers[1:], strict=False):
                 if first == second:
-                    raise DhelixError(f"tick {tick}, stage {first}: gets two {kind}")
+                    raise DhelixError(f"tick {tick}, stage {first}: receives two {kind}")
 
 
 def _check_lockstep(
@@ -156,7 +160,7 @@ def _check_lockstep(
     allowed = (schedule.microbatches + layout.stages - 1) * layout.chunks // layout.stages
     if max(len(forward_ticks), len(backward_ticks)) > allowed:
         raise DhelixError(
-            f"lockstep: {len(forward_ticks)} ticks go forward and {len(backward_ticks)} backward, where 1F1B's bubble "
+            f"lockstep: {len(forward_ticks)} ticks go forward and {len(backward_ticks)} backward, but 1F1B's bubble "
             f"allows {allowed}: set lockstep=False"
         )
 

@@ -142,7 +142,7 @@ def load(path: str | Path) -> Plan:
     except OSError as error:
         raise PlanError(f"{path}: cannot be read ({error.strerror}): check the path of the plan") from None
     except UnicodeDecodeError:
-        raise PlanError(f"{path}: not text, so no plan: check the path") from None
+        raise PlanError(f"{path}: not a text file, so not a plan: check the path") from None
 
 
 def save(plan: Plan, path: str | Path) -> None:
@@ -219,7 +219,7 @@ def loads(text: str, origin: str) -> Plan:
     taken: dict[str, int] = {}
     for n, body in enumerate(file.order.bodies):
         if (other := taken.setdefault(body.fingerprint, n)) != n:
-            reason = f"bodies {other} and {n} have one fingerprint, {body.fingerprint}"
+            reason = f"bodies {other} and {n} have the same fingerprint, {body.fingerprint}"
             raise _wrong(origin, reason, f"order.bodies[{n}]")
     bodies = tuple(_body(body, f"order.bodies[{n}]", origin) for n, body in enumerate(file.order.bodies))
     return Plan(
@@ -252,7 +252,7 @@ def _target(read: _Target, origin: str) -> PlanTarget:
 
 def _collectives(read: _Collectives, origin: str) -> CollectivesSection:
     if read.row_parts == 1:
-        raise _wrong(origin, "expected 0 or 2 or more", "collectives.row_parts")
+        raise _wrong(origin, "expected 0, or at least 2", "collectives.row_parts")
     keys = (_decomposed(key, f"collectives.decomposed[{n}]", origin) for n, key in enumerate(read.decomposed))
     return CollectivesSection(tuple(keys), read.row_parts, read.reduced)
 
@@ -303,9 +303,9 @@ def _segments(
             if name not in operators:
                 raise _wrong(origin, f"expected the name of one of the body's operators, not {name!r}", here)
             if name in seen:
-                raise _wrong(origin, f"{name!r} runs in segment {seen[name]}, too", here)
+                raise _wrong(origin, f"{name!r} already runs in segment {seen[name]}", here)
             seen[name] = str(n)
     for name in operators:
         if name not in seen:
-            raise _wrong(origin, f"{name!r} stands in no segment", place)
+            raise _wrong(origin, f"{name!r} is in no segment", place)
     return tuple(PlanSegment(tuple(map(str, row.run)), row.predicted_us, row.measured_us, row.guessed) for row in rows)

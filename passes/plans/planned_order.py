@@ -104,7 +104,9 @@ class PlannedOrder:
         if refusal is None:
             context.note("ordered as planned", **facts)
         else:
-            context.note(f"ordered as planned, but for what must come first here: {refusal.reason}", **facts)
+            context.note(
+                f"ordered as planned, except for operators that must come first here: {refusal.reason}", **facts
+            )
         return heads.values()
 
     def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
@@ -115,9 +117,9 @@ class PlannedOrder:
         ]
         if (bodies or operators) and context.strict:
             missing = f"body {bodies[0]!r}" if bodies else f"{operators[0]!r}"
-            raise PassRefusal(f"the program has no {missing} of the plan: correct the plan's operators, or {_AGAIN}")
+            raise PassRefusal(f"the program lacks the plan's {missing}: correct the plan's operators, or {_AGAIN}")
         if bodies or operators:
-            context.note("the rest of the plan is not in this program", bodies=bodies, operators=operators)
+            context.note("parts of the plan are not in this program", bodies=bodies, operators=operators)
 
     def _check_memory(self, needed: int, usual: int) -> None:
         limit = self.memory_limit
@@ -125,8 +127,8 @@ class PlannedOrder:
             limit = max(usual, self.plan.order.memory_limit)
         if needed > limit:
             raise MemoryRefusal(
-                f"the plan needs {bytes_text(needed)} by estimate, arguments and all, and {bytes_text(limit)} are "
-                f"allowed: give memory_limit={bytes_option(needed)!r} or more, or a plan that needs less",
+                f"the plan needs about {bytes_text(needed)}, arguments included, but {bytes_text(limit)} are allowed: "
+                f"give memory_limit={bytes_option(needed)!r} or more, or a plan that needs less",
                 needed,
             )
 
@@ -144,7 +146,7 @@ def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computati
     ]
     if plan.bodies and all(body is not plan.bodies[0] for body, _, _ in found):
         raise PassRefusal(
-            f"the plan is for another program ({plan.program}): nothing here is its body {plan.bodies[0].name!r};"
+            f"the plan is for another program ({plan.program}): this one lacks its body {plan.bodies[0].name!r};"
             f" {_AGAIN}"
         )
     return found
@@ -170,8 +172,8 @@ def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]
             count = sum(key == operator.key for key, _ in operators.instructions)
             what = f"only {count} of these" if count else "none of these"
             raise PassRefusal(
-                f"the plan's {name!r} is number {operator.occurrence} of {operator.key!r}, and the body {body.name!r}"
-                f" of the program has {what}: correct the plan's operators, or {_AGAIN}"
+                f"the plan's {name!r} is occurrence {operator.occurrence} of {operator.key!r}, but the body "
+                f"{body.name!r} of the program has {what}: correct the plan's operators, or {_AGAIN}"
             )
     return heads
 

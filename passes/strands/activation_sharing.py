@@ -170,19 +170,19 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
     shape = layers.instruction.shape.tuple_shapes[old]
     reads = slot_reads(layers, old)
     if old not in layers.invariants:
-        raise PassRefusal("the backward pass changes it", layers.body.root.operands[old])
+        raise PassRefusal("the backward pass changes the stack", layers.body.root.operands[old])
     write = slot_write(layers, new)
     if any(not shapes.same(r.operands[1].shape, write.operands[2].shape) for r in reads):
-        raise PassRefusal("both passes count layers in different types", write)
+        raise PassRefusal("the two passes count layers in different types", write)
     tables = [layers.index_table(r.operands[1]) for r in reads]
     written = layers.index_table(write.operands[2])
     slots = shape.dimensions[0]
     if not reads or any(t is None or t != tables[0] for t in tables) or written is None:
-        raise PassRefusal("slots are not given by the layer counter", write)
+        raise PassRefusal("the slots do not follow from the layer counter", write)
     assert tables[0] is not None
     mirrored = [slots - 1 - s for s in tables[0]]
     if sorted(written) != list(range(slots)) or mirrored != written:
-        raise PassRefusal("backward does not walk the slots in the opposite order of forward", write)
+        raise PassRefusal("the backward pass does not read the slots in reverse order", write)
     _check_last_use(strands.instruction, outer, tables[0])
     return Stack(old, new, tuple(reads), write, slots, outer)
 
@@ -191,7 +191,7 @@ def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old
     """Raises PassRefusal unless the merged loop alone reads the stack, as one element, in the strand loop."""
     start = layers.instruction.operands[0]
     if sum(strands.reads.get(value) == outer for value in start.operands) != 1:
-        raise PassRefusal("it enters the layer loop twice", layers.instruction)
+        raise PassRefusal("the stack enters the layer loop twice", layers.instruction)
     users = strands.body.users()
     readers = [u for r, k in strands.reads.items() if k == outer for u in users[r]]
     for result in users[layers.instruction]:
@@ -200,7 +200,7 @@ def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old
         elif result.tuple_index == old:
             readers += users[result]
     if any(u is not start for u in readers):
-        raise PassRefusal("it is read outside the layer loop", next(u for u in readers if u is not start))
+        raise PassRefusal("the stack is read outside the layer loop", next(u for u in readers if u is not start))
 
 
 def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> None:
@@ -209,9 +209,9 @@ def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> No
     results = [r for r in users[layers.instruction] if r.opcode == "get-tuple-element" and r.tuple_index == new]
     readers = [u for r in results for u in users[r] if u is not strands.body.root]
     if readers:
-        raise PassRefusal("it is read outside the layer loop", readers[0])
+        raise PassRefusal("the stack is read outside the layer loop", readers[0])
     if sum(value in results for value in strands.body.root.operands) > 1:
-        raise PassRefusal("the strand loop carries it twice", layers.instruction)
+        raise PassRefusal("the strand loop carries the stack twice", layers.instruction)
 
 
 def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
@@ -219,7 +219,9 @@ def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
     loop, index = last_reader(strands, outer)
     slices = slot_reads(loop, index)
     if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
-        raise PassRefusal("the last backward pass reads other slots than the ones before", loop.instruction)
+        raise PassRefusal(
+            "the last backward pass reads the slots in another order than the earlier ones", loop.instruction
+        )
 
 
 def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waiting: int) -> None:
@@ -231,7 +233,7 @@ def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waitin
         users = made.computation.users()
         readers = [u for u in users[source] if u.tuple_index == made.tuple_index and users[u]]
         if source.opcode != "while" or len(users[made]) != 1 or readers != [made]:
-            raise PassRefusal("it is not made by a loop over the first layers alone", made)
+            raise PassRefusal("the stack is not made by a loop over the first layers alone", made)
         slot_write(WhileLoop(source), made.tuple_index)
         _refuse_filled(WhileLoop(source), made.tuple_index)
     _refuse_filled(WhileLoop(layers), stack.new)
@@ -239,7 +241,7 @@ def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waitin
 
 def _refuse_filled(loop: WhileLoop, element: int) -> None:
     if not is_empty(loop.initial(element)):
-        raise PassRefusal("the forward pass does not start with an empty one", loop.instruction)
+        raise PassRefusal("the forward pass does not start with an empty stack", loop.instruction)
 
 
 def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instruction:

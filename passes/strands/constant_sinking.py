@@ -63,7 +63,7 @@ class ConstantSinking:
             drop_dead(computation)
         if sunk:
             size = sum(shapes.byte_size(value.shape) for value in sunk)
-            context.note("arrays of one number are made where they are read", arrays=len(sunk), bytes=size)
+            context.note("arrays filled with a constant are made where they are read", arrays=len(sunk), bytes=size)
         return bool(sunk)
 
 

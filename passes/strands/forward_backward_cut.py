@@ -15,7 +15,7 @@ Legality follows from data flow alone:
 3. The trip count is proved and at least two. Side effects keep their order (unordered callbacks have none).
 
 Raises PassRefusal with the instruction if one of these does not hold. Returns None for a loop without a backward part.
-DHelix section 3.1 (strands; arXiv 2411.15871), design.md 3.1.
+DHelix section 3.1 (strands; arXiv 2411.15871), docs/design/strands.md.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unord
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
 
 
-INSIDE = "the layers are inside of a shard_map, which the loop over micro-batches calls"
+INSIDE = "the layer loops are inside a shard_map that the loop over micro-batches calls"
 
 
 class LayersInside(PassRefusal):
@@ -243,14 +243,14 @@ def _refuse_forward_reads(loop: WhileLoop, seeds: list[Instruction], written: fr
                 continue  # only the seeds read it: they add to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
             raise PassRefusal(
-                f"the forward pass reads {shapes.text(source.shape)}, which the backward pass of the micro-batch "
-                f"before writes ({_likely(source)}); update it once per step, after the loop",
+                f"the forward pass reads {shapes.text(source.shape)}, which the previous micro-batch's backward pass "
+                f"writes ({_likely(source)}); update it once per step, after the loop",
                 at,
             )
     for k in loop.condition_indices & written:
         raise PassRefusal(
-            f"whether there is another micro-batch depends on element {k} of the loop state, which the backward "
-            "pass writes; loop over a fixed number of them",
+            f"the loop's condition reads element {k} of the loop state, which the backward pass writes; loop over a "
+            "fixed number of micro-batches",
             loop.instruction,
         )
 
@@ -272,15 +272,14 @@ def _refuse_effects(loop: WhileLoop) -> None:
         if target in _HOST_PLACEMENT:
             raise PassRefusal(
                 "residuals are offloaded to the host; choose a jax.checkpoint policy that keeps them on the "
-                "device or computes them again",
+                "device or recomputes them",
                 instruction,
             )
         if instruction.called or not has_side_effect(instruction):
             continue
         if not (instruction.opcode == "custom-call" and _CALLBACK in target):
             raise PassRefusal(
-                f"{target or instruction.opcode} has side effects whose order must stay; move it out of the loop "
-                "over micro-batches",
+                f"{target or instruction.opcode} has ordered side effects; move it out of the loop over micro-batches",
                 instruction,
             )
         if any(o.shape.element_type == shapes.TOKEN for o in instruction.operands):

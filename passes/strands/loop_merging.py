@@ -156,9 +156,7 @@ class _Merging:
             begun, left = (_group(loop, _FORWARD, loop_work(loop), longer.is_large) for loop in (first, rest))
             self.groups += [begun, left]
             self._waits = self._find_waits()
-            self.context.note(
-                f"layer loop split: {other.trips} of {trips} iterations run in one loop with {other}", rest
-            )
+            self.context.note(f"layer loop split: {other.trips} of {trips} iterations merged with {other}", rest)
             self._merge(other, begun)
             waiting.append(left)
 
@@ -214,14 +212,14 @@ class _Merging:
     def _why_apart(self, group: _Group) -> str:
         """Why a group holds no loop of the other strand."""
         if group.trips is None:
-            return "its number of iterations is not proved"
+            return "its trip count is not proved"
         strand = _BACKWARD if group.names[_FORWARD] else _FORWARD
         others = [other for other in self.in_order() if other.names[strand]]
         alike = [other for other in others if other.trips == group.trips]
         if not alike:
-            counts = sorted({"an unproved number of" if o.trips is None else str(o.trips) for o in others})
+            counts = sorted({"an unproved number" if o.trips is None else str(o.trips) for o in others})
             own = f"{group.trips} iteration{'s' * (group.trips != 1)}"
-            return f"it has {own}, the other strand's loops have {', '.join(counts)}"
+            return f"it has {own}; the other strand's loops have {', '.join(counts)}"
         return "; ".join(self._why_not_with(group, other, strand) for other in alike)
 
     def _why_not_with(self, group: _Group, other: _Group, strand: int) -> str:
@@ -231,8 +229,8 @@ class _Merging:
         when = "after" if later is other else "before"
         between = [g for g in self.groups if self._waits_for(g, earlier) and self._waits_for(later, g)]
         merged = next((g for g in (other, *between) if g.has_both), None)
-        since = "" if merged is None else f", since {merged} are one loop"
-        return f"{name}, the other strand's loop of as many iterations, must run {when} it{since}"
+        since = "" if merged is None else f", because {merged} are one loop"
+        return f"{name}, the other strand's loop with the same trip count, must run {when} it{since}"
 
 
 def _group(loop: Instruction, strand: int, work: int, is_large: bool) -> _Group:

@@ -124,13 +124,13 @@ def _flattened(loop: Instruction) -> Instruction | None:
 def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | None:
     """The refusal to report when a loop cannot move into the shard_maps that it calls; None if that costs nothing."""
     if parts is None:
-        return PassRefusal(f"{INSIDE} and cannot go into: {why.reason}", why.instruction)
+        return PassRefusal(f"{INSIDE}, and that loop cannot move into it: {why.reason}", why.instruction)
     calls = [i for i in parts.backward if is_manual(i)]
     if not any(i.opcode == "while" for call in calls for i in graph.walk(call.called[0])):
         return None  # no layer loop in the backward shard_map, so nothing is stacked there
-    cost = "loops inside of them merge, but the strands keep their residuals apart, and gradients are stacked"
+    cost = "loops inside them merge, but the strands do not share residual buffers, and gradients are stacked"
     return PassRefusal(
-        f"the loop over micro-batches cannot go into the shard_maps that it calls: {why.reason}; {cost}",
+        f"the loop over micro-batches cannot move into the shard_maps that it calls: {why.reason}; {cost}",
         why.instruction,
     )
 

@@ -19,7 +19,7 @@ Contract
               advance.
 
 Why it is legal: a barrier returns its operand. It copies nothing, since the loop does not change the array.
-Cost: copies and products share the memory bandwidth. Separation still pays (docs/benchmarks.md).
+Cost: copies and products share the memory bandwidth. Separation still pays (docs/research_log.md).
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class SliceSeparation:
             for loop in merged_loops(computation):
                 count = _separate(WhileLoop(loop))
                 if count:
-                    context.note("both strands slice these by themselves", loop, arrays=count)
+                    context.note("each strand slices these arrays by itself", loop, arrays=count)
                     changed = True
         return changed
 

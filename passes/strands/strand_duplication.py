@@ -33,7 +33,7 @@ reason F(i+1) may run before B(i).
 Cost: code for one more forward and one more backward pass; memory for the crossing values of two micro-batches, which
 `activation_sharing` saves again.
 Names: the name stack gets the prefix `strand_alpha/` (backward) or `strand_beta/` (forward), so profiles show the
-strands. F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1 (arXiv 2411.15871), design.md 3.1.
+strands. F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1 (arXiv 2411.15871), docs/design/strands.md.
 """
 
 from dataclasses import dataclass
@@ -71,14 +71,12 @@ class StrandDuplication:
 
     def __post_init__(self) -> None:
         if self.pairing not in PAIRINGS:
-            raise DhelixError(f"pairing={self.pairing!r} means nothing; take one of {', '.join(PAIRINGS)}")
+            raise DhelixError(f"pairing={self.pairing!r} is unknown; take one of {', '.join(PAIRINGS)}")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         """Returns True: at least one micro-batch loop became two strands. Raises PassRefusal if none could."""
         if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
-            raise PassRefusal(
-                "the program holds two strands already; give the step as it was before it was interleaved"
-            )
+            raise PassRefusal("the program already has two strands; give the step before it was interleaved")
         refusals: list[PassRefusal] = []
         done = False
         for computation, parts in partitions(module, refusals):
@@ -106,7 +104,7 @@ class StrandDuplication:
         if self.merge_layers and not any(i.name.startswith(SKEWED) for i in loops_of(computation)):
             at_ends = [merge_loops(computation, _left(computation, copies), (), context) for copies in alone]
             if any(at_ends):
-                context.note("loops of one micro-batch that runs alone are one loop", loops=list(chain(*at_ends)))
+                context.note("loops of a micro-batch that runs alone are merged", loops=list(chain(*at_ends)))
         context.note(
             "two strands",
             loop.instruction,

@@ -98,7 +98,7 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
     threaded = {k: element for k, element in each if element is not None}
     needed = graph.ancestors(computation, [value for k, value in enumerate(starts) if k not in threaded])
     if first in needed or first in graph.descendants(computation, [second]):
-        context.note("layers at an end of the step stay apart: they depend on each other", second)
+        context.note("layer loops at an end of the step not merged: they depend on each other", second)
         return None
     for key, kept, lost in differing_attributes(first, second):
         context.note(f'merged loop has {key}="{kept}" of {first.name}; {second.name} had "{lost}"', second)

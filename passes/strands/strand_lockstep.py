@@ -47,7 +47,7 @@ class StrandLockstep:
             for loop in [i for i in computation.instructions if i.opcode == "while"]:
                 barriers = 0 if loop.name.startswith(LAYERS) else _tie(loop)
                 if barriers:
-                    context.note("strands in step", loop, barriers=barriers)
+                    context.note("strands in lockstep", loop, barriers=barriers)
                     changed = True
         return changed
 

@@ -23,7 +23,7 @@ Why it is legal: F1(i+1) consists of the instructions that lead to the first k l
 backward pass writes, as is true of all of F(i+1) (`forward_backward_cut`, rule 2). It reads the state that iteration i
 leaves. Each micro-batch computes the same values as before.
 Cost: residuals of k layers of a third micro-batch are alive; XLA has two to three times as many loops to compile and
-schedule. It pays where communication is exposed (docs/benchmarks.md). DHelix does not hide the communication of the
+schedule. It pays where communication is exposed (docs/research_log.md). DHelix does not hide the communication of the
 first and last passes (section 4.1, arXiv 2411.15871).
 """
 
@@ -70,35 +70,35 @@ class StrandSkew:
             return False  # strand_duplication reports the reason
         for computation, parts in found:
             if sum(other is computation for other, _ in found) > 1:
-                raise PassRefusal("several loops over micro-batches stand side by side", parts.loop.instruction)
+                raise PassRefusal("one computation holds several loops over micro-batches", parts.loop.instruction)
             forward, backward = _loops_over_layers(parts, self.skew)
             body, layers = parts.loop.body, WhileLoop(forward).trip_count
             accumulate(body, context)
             _split(body, forward, backward, self.skew)
             drop_dead(body)
             _start_ahead(computation, parts.loop.instruction)
-            context.note("strands are kept apart", layers=self.skew, of=layers)
+            context.note("strands are skewed", layers=self.skew, of=layers)
         return True
 
 
 def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instruction]:
     """The forward and the backward layer loop. Raises PassRefusal if they cannot be split."""
     if parts.trip_count < 3:
-        raise PassRefusal(f"strands of {parts.trip_count} micro-batches are not kept apart; it takes at least 3")
+        raise PassRefusal(f"strands of {parts.trip_count} micro-batches cannot be skewed; that takes at least 3")
     found = []
     for part in (parts.forward, parts.backward):
         loops = [(i, loop_work(i)) for i in part if i.opcode == "while"]
         most = max((work for _, work in loops), default=0)
         large = [i for i, work in loops if work * 4 >= most]
         if len(large) != 1:
-            raise PassRefusal(f"it takes one loop over layers to keep strands apart, and there are {len(large)}")
+            raise PassRefusal(f"skewing strands takes one loop over layers in each pass; there are {len(large)}")
         found += large
     forward, backward = found
     layers, others = WhileLoop(forward).trip_count, WhileLoop(backward).trip_count
     if layers is None or layers != others:
-        raise PassRefusal("the loops over layers are not proved to be equally long", forward)
+        raise PassRefusal("the loops over layers are not proved to have equal trip counts", forward)
     if layers < 2 * apart:
-        raise PassRefusal(f"strands of {layers} layers can be kept at most {layers // 2} apart, not {apart}", forward)
+        raise PassRefusal(f"strands of {layers} layers can be at most {layers // 2} layers apart, not {apart}", forward)
     return forward, backward
 
 
@@ -147,7 +147,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
     """Replaces the loop by one whose iterations also run the first layers of the next micro-batch."""
     parts = partition(WhileLoop(instruction))
     if parts is None:
-        raise PassRefusal("with loops over layers split there is no backward pass to be seen", instruction)
+        raise PassRefusal("no backward pass is found after the loops over layers are split", instruction)
     loop = parts.loop
     early = _leading_to_first_layers(parts)
     users = loop.body.users()
@@ -183,7 +183,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
     _, result = all_but_first_layers(outside, skewed)
     hand_over(computation, instruction, outside.tuple(result))
     if partition(WhileLoop(skewed)) is None:
-        raise PassRefusal("with strands apart there is no backward pass to be seen", instruction)
+        raise PassRefusal("no backward pass is found after the strands are skewed", instruction)
 
 
 def _leading_to_first_layers(parts: Partition) -> dict[Instruction, None]:

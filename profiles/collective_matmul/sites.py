@@ -121,7 +121,7 @@ class Site:
         """
         match = _SITE_KEY.fullmatch(key)
         if not match:
-            raise DhelixError(f"{key[:120]!r} is no collective matmul: write `kind dtype MxKxN over axis_size`")
+            raise DhelixError(f"{key[:120]!r} is not a collective matmul: write `kind dtype MxKxN over axis_size`")
         kind, dtype, *sizes, axis_size = match.groups()
         rows, contraction, columns = map(int, sizes)
         return cls(kind, rows, contraction, columns, dtype, int(axis_size))
@@ -180,7 +180,7 @@ class Tiles:
         """
         match = _TILES_KEY.fullmatch(key)
         if not match:
-            raise DhelixError(f"{key[:120]!r} are no tiles: write `128x128x64,steps=4,wide=M,group=8[,sms=132]`")
+            raise DhelixError(f"{key[:120]!r} are not tiles: write `128x128x64,steps=4,wide=M,group=8[,sms=132]`")
         m, n, k, steps, wide, group, *options = match.groups()
         given = [int(option) if option else None for option in options]
         return cls(int(m), int(n), int(k), int(steps), "M" if wide == "M" else "N", int(group), *given)
@@ -204,9 +204,11 @@ class Form:
         _one_of("form of a collective matmul", self.name, FORMS)
         _at_least(1, "chunks of a Form", self.chunks)
         if self.chunks != 1 and self.name != "hybrid":
-            raise DhelixError(f'form "{self.name}" has no chunks, not {self.chunks}: leave them out, or take "hybrid"')
+            raise DhelixError(
+                f'form "{self.name}" takes no chunks, but got {self.chunks}: leave them out, or use "hybrid"'
+            )
         if self.tiles is not None and self.name != "mosaic":
-            raise DhelixError(f'form "{self.name}" has no tiles: leave them out, or take "mosaic"')
+            raise DhelixError(f'form "{self.name}" takes no tiles: leave them out, or use "mosaic"')
 
     @property
     def key(self) -> str:
@@ -229,7 +231,7 @@ class Form:
         name, _, rest = key.partition(":")
         if name == "hybrid" and rest:
             if not rest.isdecimal():
-                raise DhelixError(f"{rest[:120]!r} is no number of chunks: write `hybrid:4`")
+                raise DhelixError(f"{rest[:120]!r} is not a number of chunks: write `hybrid:4`")
             return cls(name, chunks=int(rest))
         return cls(name, tiles=Tiles.parse(rest)) if rest else cls(name)
 

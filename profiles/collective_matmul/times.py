@@ -108,8 +108,8 @@ def find(hardware: str, link: str) -> Times | None:
         later = load(path)
         if storage.file_name(later.hardware, later.link) != name:
             raise ProfileFileError(
-                f"{path}: measured on {later.hardware} with link {later.link}: give this file the name"
-                f" {storage.file_name(later.hardware, later.link)}"
+                f"{path}: measured on {later.hardware} with link {later.link}: rename this file to "
+                f"{storage.file_name(later.hardware, later.link)}"
             )
         found = later if found is None else found.merged(later)
     return found

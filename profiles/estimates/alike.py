@@ -4,8 +4,8 @@
 
 An H100 (SXM) and an H200 have the same cores, clock, power and links. They differ only in memory (`Hardware.like`).
 Each time is scaled by the ratio of both GPUs' rooflines. Compute-bound products and attention, and collectives, stay
-the same. Memory-bound operators scale with memory bandwidth. docs/profiles.md compares such times with measured ones.
-Pairs keep their rates (`contention`).
+the same. Memory-bound operators scale with memory bandwidth. docs/research_log.md compares such times with measured
+ones. Pairs keep their rates (`contention`).
 
 The user of a similar GPU gets plans before anything is profiled there, under every launch setting.
 """
@@ -67,9 +67,9 @@ def told(profile: Profile, settings: Iterable[str]) -> str | None:
     if not profile.alike or all(any(timing.source != ALIKE for timing in of_setting) for of_setting in pairs):
         return None
     return (
-        f"what was not measured on {profile.hardware} with link {profile.link} costs what it does on the "
-        f"{profile.alike}, which has the same cores, clock and links; what memory decides is scaled by its bandwidth. "
-        "`dhelix profile` measures it here"
+        f"times that were not measured on {profile.hardware} with link {profile.link} are taken from the "
+        f"{profile.alike}, which has the same cores, clock and links; memory-bound times are scaled by memory "
+        "bandwidth. `dhelix profile` measures them here"
     )
 
 

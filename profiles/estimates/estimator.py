@@ -82,7 +82,7 @@ def hardware_of(profile: Profile) -> Hardware:
     for name in (f"{profile.hardware}-{profile.link}", profile.hardware):
         if name in ALL:
             return ALL[name]
-    raise DhelixError(f"no description of hardware {profile.hardware!r}: known are {', '.join(ALL)}")
+    raise DhelixError(f"hardware {profile.hardware!r} is unknown: use one of {', '.join(ALL)}")
 
 
 class Estimator:

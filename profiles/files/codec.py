@@ -150,7 +150,7 @@ def _text(type: type, value: Any) -> Any:
 
 def _parse(text: str, origin: str, kind: Kind) -> Any:
     def refuse(constant: str) -> None:
-        raise kind.error(f"{origin}: {constant} is no number of a {kind.name}: {kind.again}")
+        raise kind.error(f"{origin}: {constant} is not a number that a {kind.name} may hold: {kind.again}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -160,27 +160,27 @@ def _parse(text: str, origin: str, kind: Kind) -> Any:
         return found
 
     if len(text) > MAX_BYTES:
-        raise kind.error(f"{origin}: {len(text) >> 20} MiB are too large for a {kind.name}: not read")
+        raise kind.error(f"{origin}: {len(text) >> 20} MiB are too large for a {kind.name}: check the path")
     try:
         return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
     except kind.error:
         raise
     except json.JSONDecodeError as error:
         cut = not text[error.pos :].strip() or error.msg.startswith("Unterminated")
-        what = "ends too early" if cut else f"is no JSON ({error.msg})"
+        what = "ends too early" if cut else f"is not JSON ({error.msg})"
         raise kind.error(
             f"{origin}: line {error.lineno}: {what}: restore the file, or delete it and {kind.again}"
         ) from None
     except (ValueError, RecursionError):  # a number with thousands of digits, or deeply nested lists
-        raise kind.error(f"{origin}: JSON, but no {kind.name}: check the path") from None
+        raise kind.error(f"{origin}: JSON, but not a {kind.name}: check the path") from None
 
 
 def _check_schema(data: Any, origin: str, oldest: int, known: int, kind: Kind) -> None:
     if not isinstance(data, dict):
-        raise kind.error(f"{origin}: JSON, but no object, so no {kind.name}: check the path")
+        raise kind.error(f"{origin}: JSON, but not an object, so not a {kind.name}: check the path")
     schema = data.get("schema")
     if schema is None:
-        raise kind.error(f'{origin}: JSON, but no {kind.name} (it has no "schema"): check the path')
+        raise kind.error(f'{origin}: JSON, but not a {kind.name} (it has no "schema"): check the path')
     if type(schema) is not int or schema < 1:
         raise wrong(origin, "Expected a whole number from 1 - at `$.schema`", kind)
     if schema < oldest:

@@ -216,7 +216,7 @@ def loads(text: str, origin: str) -> Profile:
             raise codec.wrong(origin, f"expected a name of letters, digits, - and _ - at `$.{field}`")
     table = [_key(row, f"`$.keys[{n}]`", origin) for n, row in enumerate(file.keys)]
     if len(set(table)) != len(table):
-        raise codec.wrong(origin, "one of them stands there twice - at `$.keys`")
+        raise codec.wrong(origin, "a key occurs twice - at `$.keys`")
     codec.names(file.sections, "sections", origin)
     measured_on = tuple(provenance(on) for on in file.measured_on)
     sections = {name: _section(name, section, table, origin) for name, section in file.sections.items()}

@@ -124,8 +124,8 @@ def _over_one_link(hardware: str, link: str, extra: Sequence[Path]) -> Profile |
         later = load(path)
         if (later.hardware.lower(), later.link.lower()) != (hardware.lower(), link.lower()):
             raise ProfileFileError(
-                f"{path}: measured on {later.hardware} with link {later.link}, but {hardware} with link {link} is"
-                " wanted: leave this file out, or give it the name of its own hardware and link"
+                f"{path}: measured on {later.hardware} with link {later.link}, not on {hardware} with link {link}: "
+                "remove this file, or name it after its own hardware and link"
             )
         profile = later if profile is None else profile.merged(later)
     return profile
@@ -137,7 +137,7 @@ def _search_path() -> list[Path]:
         return [USERS_FOLDER.expanduser()]
     for folder in folders:
         if not folder.is_dir():
-            raise DhelixError(f"{SEARCH_PATH} names {folder}, which is no folder: correct or unset it")
+            raise DhelixError(f"{SEARCH_PATH} names {folder}, which is not a folder: correct or unset it")
     return folders
 
 
@@ -152,8 +152,8 @@ def of_hardware(path: Path, hardware: str, link: str, name: str) -> Profile | No
     found = load(path)
     if (found.hardware, found.link) != (hardware, link):
         raise ProfileFileError(
-            f"{path} holds a profile of {found.hardware} with link {found.link}, and this one is of {hardware} with"
-            f" link {link}; give another file as {name}"
+            f"{path} holds a profile of {found.hardware} with link {found.link}, but this one is for {hardware} with "
+            f"link {link}; give another file as {name}"
         )
     return found
 
@@ -173,14 +173,14 @@ def load(path: Path | str) -> Profile:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ProfileFileError(f"{path}: not a file, so no profile: check the path")
+            raise ProfileFileError(f"{path}: not a file: check the path")
         if status.st_size > codec.MAX_BYTES:
-            raise ProfileFileError(f"{path}: {status.st_size >> 20} MiB are too large for a profile: not read")
+            raise ProfileFileError(f"{path}: {status.st_size >> 20} MiB are too large for a profile: check the path")
         return _read(path.absolute(), status.st_mtime_ns, status.st_size)
     except OSError as error:
         raise ProfileFileError(f"{path}: cannot be read ({error.strerror}): check the path") from None
     except UnicodeDecodeError:
-        raise ProfileFileError(f"{path}: not text, so no profile: check the path") from None
+        raise ProfileFileError(f"{path}: not text, so not a profile: check the path") from None
 
 
 @functools.lru_cache(maxsize=64)

@@ -197,7 +197,8 @@ def collective_table(
     chosen = [key for key in seconds if in_table(key) and key.implementation == implementation]
     if not chosen:
         raise DhelixError(
-            f"no time of a collective inside a node with {implementation}: run `dhelix profile --collectives`"
+            f"no time of a collective inside a node was measured with {implementation}: run `dhelix profile "
+            "--collectives`"
         )
     entries = _CLASSES["EntryList"]()
     for key in sorted(chosen, key=lambda k: (k.kind, k.group_size, k.bytes, -k.groups)):
@@ -248,7 +249,7 @@ def parse_collective_table(text: str, origin: str, device: str = "sm_90") -> dic
     lists = [entry.value for entry in table.entries if entry.key == device]
     if not lists:
         known = ", ".join(sorted(ascii(entry.key[:40]) for entry in table.entries)) or "none"
-        raise DhelixError(f"{origin}: nothing on {device} (devices there: {known}): choose one of these")
+        raise DhelixError(f"{origin}: no entries for {device}: choose one of its devices ({known})")
     result = {}
     for entry in (entry for entries in lists for entry in entries.entries):
         key = _table_key(entry.instruction)

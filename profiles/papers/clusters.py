@@ -150,5 +150,5 @@ def get(name: str) -> Cluster:
       DhelixError: the name is not in ALL.
     """
     if name not in ALL:
-        raise DhelixError(f"there is no cluster {name!r}; take one of {', '.join(sorted(ALL))}")
+        raise DhelixError(f"cluster {name!r} is unknown; use one of {', '.join(sorted(ALL))}")
     return ALL[name]

@@ -60,12 +60,12 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
         return None
     if not isinstance(form, (str, Form)):
         raise DhelixError(
-            f'{place.site.kind}: form={form!r} means nothing: take "auto", a name or key of one, or a Form'
+            f'{place.site.kind}: form={form!r} is unknown: use "auto", the name or key of a form, or a Form'
         )
     wanted = _parsed(form, place) if isinstance(form, str) else form
     reason = refusal(wanted, place, graphs)
     if reason:
-        raise DhelixError(f'{place.site.kind}: form "{wanted.key}" {reason}, or take form="auto"')
+        raise DhelixError(f'{place.site.kind}: form "{wanted.key}" {reason}, or use form="auto"')
     return wanted
 
 
@@ -76,7 +76,7 @@ def resolve(wanted: Form | None, place: Place) -> Form:
     one.
     """
     if wanted is None and place.site.dtype not in _DTYPES:
-        _log_once(f"{place.site.key}: {MONOLITHIC.key}, since no other form multiplies {place.site.dtype}")
+        _log_once(f"{place.site.key}: {MONOLITHIC.key}, because no other form multiplies {place.site.dtype}")
         return MONOLITHIC
     if wanted is None:
         times = _times_here()
@@ -104,21 +104,21 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
     if form.name == "monolithic":
         return None
     if place.site.dtype not in _DTYPES:
-        return f"multiplies {', '.join(_DTYPES)} and not {place.site.dtype}: cast both operands"
+        return f"multiplies {', '.join(_DTYPES)}, not {place.site.dtype}: cast both operands"
     if not isinstance(place.axis_name, str):
-        return f"works on one mesh axis, not on {place.axis_name}: name one"
+        return f"works on one mesh axis, not on {place.axis_name}: give one axis"
     site, n = place.site, place.site.axis_size
     if form.name == "mosaic":
         reason = _no_kernels_here(form, graphs) or mosaic.refusal(site, form.tiles)
-        return None if reason is None else f"has no kernel here ({reason}): take another form"
+        return None if reason is None else f"has no kernel here ({reason}): use another form"
     if form.name == "hybrid" and (form.chunks < 2 or place.rows % form.chunks):
-        return f"needs 2 or more chunks that divide {place.rows} rows: choose others"
+        return f"needs a number of chunks of at least 2 that divides {place.rows} rows: choose another"
     if form.name in ("ring", "bidirectional_ring"):
         if site.kind == "matmul_all_reduce" and place.rows % n:
-            return f"scatters rows, and {place.rows} do not divide by {n} devices: pad the rows"
+            return f"scatters rows, but {place.rows} rows do not divide by {n} devices: pad them"
         rows = place.rows // n if site.kind == "matmul_all_reduce" else place.rows
         if form.name == "bidirectional_ring" and rows < 2:
-            return f"needs 2 or more rows per device, not {rows}: use more"
+            return f"needs at least 2 rows per device, not {rows}: use more rows"
     return None
 
 
@@ -132,16 +132,16 @@ def _no_kernels_here(form: Form, graphs: bool | None) -> str | None:
     """
     platform, kind, there = _devices_here()
     if platform not in _GPU or not _HOPPER.search(kind):
-        return f"it needs NVIDIA's Hopper GPUs, and this is {kind}"
+        return f"it needs NVIDIA Hopper GPUs, but this is {kind}"
     wanted = (form.tiles and form.tiles.sms) or H200_SMS
     if there is not None and there < wanted:
-        return f"it takes {wanted} multiprocessors, and this {kind} has {there}: name tiles with sms={there}"
+        return f"it needs {wanted} multiprocessors, but this {kind} has {there}: give tiles with sms={there}"
     if link_of(os.environ) != "nvlink":
-        return "it needs peer-to-peer access, and NCCL_P2P_DISABLE is set"
+        return "it needs peer-to-peer access, but NCCL_P2P_DISABLE is set"
     if jax.process_count() > 1:
         return "it needs all GPUs of the axis in one process"
     if launch_settings.graphs_hold_calls(os.environ) if graphs is None else graphs:
-        return "a CUDA graph would keep its peers' addresses: start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        return "a CUDA graph would keep its peers' old addresses: start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
     return None
 
 

@@ -141,20 +141,20 @@ def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: A
     except NameError:
         around = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         raise DhelixError(
-            f"{kind}: {axis_name!r} is no mesh axis of a surrounding shard_map (its axes: {around}): call it inside of"
-            " one, over a mesh that has the axis"
+            f"{kind}: {axis_name!r} is not a mesh axis of a surrounding shard_map (its axes: {around}): call it inside "
+            "a shard_map over a mesh with that axis"
         ) from None
     if not weights:
-        raise DhelixError(f"{kind}: no weights: give one or more")
+        raise DhelixError(f"{kind}: no weights: give at least one")
     if odd := [operand for operand in (x, *weights) if not hasattr(operand, "ndim")]:
-        raise DhelixError(f"{kind}: {type(odd[0]).__name__} is no array: give x, and w or a tuple of such")
+        raise DhelixError(f"{kind}: {type(odd[0]).__name__} is not an array: give x, and one w or a tuple of them")
     for w in weights:
         if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
             raise DhelixError(
                 f"{kind}: x {list(x.shape)} and w {list(w.shape)} do not multiply: give [..., rows, k] and [k, columns]"
             )
         if x.dtype != w.dtype:
-            raise DhelixError(f"{kind}: x is {x.dtype.name} and w {w.dtype.name}: cast one to the type of the other")
+            raise DhelixError(f"{kind}: x is {x.dtype.name}, but w is {w.dtype.name}: cast one to the other's type")
     operands = [x, *weights]
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     varying = frozenset(axes).union(*map(gradients.varying_axes, operands))

@@ -45,12 +45,14 @@ def merge(texts: Mapping[str, str]) -> str:
     entries: dict[str, str] = {}
     for name, text in texts.items():
         if rest := _SCOPE.sub("", _ENTRY.sub("", text)).split():
-            raise DhelixError(f"{name}: no autotuning results in text form, but {rest[0][:40]!r}; leave this file out")
+            raise DhelixError(
+                f"{name} holds {rest[0][:40]!r} instead of autotuning results in text form; leave out this file"
+            )
         for found in _ENTRY.findall(text):
             entry = " ".join(found.split())
             key = _KEY.fullmatch(entry)
             if key is None:
-                raise DhelixError(f"{name}: an entry without key or value, {entry[:80]!r}; leave this file out")
+                raise DhelixError(f"{name} has an entry without key or value, {entry[:80]!r}; leave out this file")
             entries[key[1]] = entry
     return "".join(f"{entries[key]}\n" for key in sorted(entries))
 
@@ -62,7 +64,7 @@ def merged(files: Iterable[Path]) -> str:
         try:
             texts[str(path)] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DhelixError(f"{path}: cannot be read ({error}); leave this file out") from None
+            raise DhelixError(f"{path}: cannot be read ({error}); leave out this file") from None
     return merge(texts)
 
 
@@ -91,7 +93,10 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def main(arguments: list[str]) -> None:
     """Command line: merges the files `IN ...` into OUT. An IN may be OUT itself."""
     if len(arguments) < 2:
-        raise SystemExit("usage: python -m dhelix.runtime.compiler.autotune_results OUT IN [IN ...]; later ones count")
+        raise SystemExit(
+            "usage: python -m dhelix.runtime.compiler.autotune_results OUT IN [IN ...]; later files override earlier "
+            "ones"
+        )
     out, *sources = map(Path, arguments)
     try:
         text = merged(sources)

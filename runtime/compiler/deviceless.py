@@ -81,7 +81,7 @@ def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyD
         raise DevicelessError(f"shape is slices x hosts x GPUs, for example '1x1x4', not {shape!r}")
     path = Path(target) if "." in target or "/" in target else _TARGETS / f"{target}.pbtxt"
     if not path.is_file():
-        raise DevicelessError(f"no GPU called {target!r}: take one of {targets()} or a path")
+        raise DevicelessError(f"GPU {target!r} is unknown: use one of {targets()} or a path")
     return _topology(path.read_text(), shape)
 
 
@@ -108,7 +108,7 @@ def mesh(
         shape = f"1x{-(-count // per_host)}x{per_host}"
     devices = topology(target, shape).devices
     if len(devices) != count:
-        raise DevicelessError(f"axes {dict(axes)} need {count} GPUs; topology {shape} has {len(devices)}")
+        raise DevicelessError(f"axes {dict(axes)} need {count} GPUs, but topology {shape} has {len(devices)}")
     grid = np.array(devices).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(axis_type,) * len(axes))
 
@@ -151,8 +151,8 @@ def _topology(target_config: str, shape: str) -> topologies.TopologyDescription:
         )
     except NotImplementedError:
         raise DevicelessError(
-            "JAX looked for devices before and gave up its CUDA plugin: call"
-            " dhelix.runtime.compiler.deviceless.prepare_environment() at the start of the program"
+            "JAX looked for devices too early and dropped its CUDA plugin: call "
+            "dhelix.runtime.compiler.deviceless.prepare_environment() at the start of the program"
         ) from None
     except jax.errors.JaxRuntimeError as error:
         raise DevicelessError(f"the CUDA plugin refuses this target: {str(error).splitlines()[0]}") from error

@@ -7,7 +7,8 @@ How `with_hlo` replaces the program:
    layouts of arguments and results, and the number of partitions. They are attributes of the module and of its `main`.
    `main` must keep its signature, so they are copied from the original.
 
-docs/lowering.md lists what a round trip keeps and what it loses; tests/runtime/compiler/test_lowering.py checks it.
+docs/design/programs.md lists what a round trip keeps and what it loses; tests/runtime/compiler/test_lowering.py checks
+it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
         return HloModule.from_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
     except (AttributeError, IndexError, TypeError, jax.errors.JaxRuntimeError) as error:
         raise DhelixError(
-            f"the compiled step does not say its HLO ({error}); dump it with --xla_dump_to and inspect that"
+            f"the compiled step does not give its HLO ({error}); dump it with --xla_dump_to and inspect the dump"
         ) from None
 
 

@@ -57,7 +57,7 @@ def enabled() -> bool:
     """Whether the environment variable DHELIX lets dhelix change programs. Raises DhelixError for an unknown value."""
     value = os.environ.get("DHELIX", "on").strip().lower()
     if value not in ("", "on", "1", "off", "0"):
-        raise DhelixError(f"DHELIX={value!r} means nothing; set it to on or off")
+        raise DhelixError(f"DHELIX={value!r} is unknown; set it to on or off")
     return value not in ("off", "0")
 
 
@@ -149,7 +149,12 @@ class Session:
                 return None
             (stage,) = Report.from_json(text).stages
         except (OSError, ValueError, DhelixError) as error:
-            logging.vlog(1, "what the passes made of %s is made anew: %s", self.module_name, error)
+            logging.vlog(
+                1,
+                "the stored result of the passes for %s cannot be read and is made again: %s",
+                self.module_name,
+                error,
+            )
             return None
         return changed, dataclasses.replace(stage, stored=True)
 
@@ -187,7 +192,7 @@ class Session:
             logging.vlog(1, "%s", traceback.format_exc())
             reason = f"the {stage.value} passes failed: {type(error).__name__}: {error}"
             name = fingerprint.unmark(self.module_name)
-            say_once(f"{name} keeps what XLA made: {reason}", (self.manager.step, reason))
+            say_once(f"{name} keeps XLA's program: {reason}", (self.manager.step, reason))
             return None
 
     def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
@@ -199,7 +204,7 @@ class Session:
             parts = self._played(module)
         except Exception as error:
             logging.vlog(1, "%s", traceback.format_exc())
-            say_once(f"times of {fingerprint.unmark(self.module_name)} are not predicted: {error}", ("played",))
+            say_once(f"cannot predict times of {fingerprint.unmark(self.module_name)}: {error}", ("played",))
             return found
         return dataclasses.replace(found, parts=parts, seconds=found.seconds + time.perf_counter() - start)
 
@@ -213,7 +218,10 @@ class Session:
             elif stage in stored:
                 stages.append(dataclasses.replace(stored[stage], stored=True))
             elif any(p.stage is stage for p in self.manager.passes):
-                reason = "runs in the GPU compiler, which did not run here (or a cache had the step, but no report)"
+                reason = (
+                    "runs in the GPU compiler, which did not run here (or the compilation cache had the step without "
+                    "a report)"
+                )
                 stages.append(self.manager.not_run(stage, self.module_name, reason))
         return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
 
@@ -231,11 +239,11 @@ class Session:
                 return {}
             report = Report.from_json(text)
             if report.fingerprint != self.marker:
-                raise DhelixError("it is of another step")
+                raise DhelixError("it belongs to another step")
             return {Stage(s.stage): s for s in report.stages}
         except (OSError, ValueError, DhelixError) as error:  # ValueError: not UTF-8, or an unknown stage
             path = cache_notes.path_of(name)
-            say_once(f"the stored report {path} is left out: {' '.join(str(error).split())}", ("stored", str(path)))
+            say_once(f"cannot use the stored report {path}: {' '.join(str(error).split())}", ("stored", str(path)))
             return {}
 
 

@@ -66,7 +66,7 @@ def scheduled(
             renamed.compile({} if tuned else dict(deviceless.COMPILER_OPTIONS))
     except (jax.errors.JaxRuntimeError, DhelixError) as error:
         if not found:
-            logging.vlog(1, "the schedule of %s is not known: %s", name, error)
+            logging.vlog(1, "the schedule of %s is unknown: %s", name, error)
     return found[-1] if found else None
 
 

@@ -4,8 +4,8 @@
     module = tuned.scheduled(lowered)        # the module after the POST_SCHEDULER passes; generates no code
 
 For a step whose products were all tuned on the GPU, both functions return exactly the program that the GPU compiles.
-The one exception: cuDNN attention has no workspace, because its plan needs the GPU (docs/design.md). Use this module
-for programs whose operators are looked up among measured ones.
+The one exception: cuDNN attention has no workspace, because its plan needs the GPU (docs/design/compiler.md). Use this
+module for programs whose operators are looked up among measured ones.
 
 For a step with a product without recorded result, both functions return what `deviceless.compile` gives. If XLA looked
 up all fusions of such a step, it would apply `untuned.pbtxt` to library calls and crash. A scheduling run finds out

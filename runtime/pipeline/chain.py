@@ -119,8 +119,8 @@ class _Cut:
         shared = sorted(set(layers) & set(ends))
         if shared:
             raise DhelixError(
-                f"pipeline=: parameter {shared[0]} {self.params[shared[0]].aval.str_short()} belongs to the layers and"
-                " to the embedding or the head; give each its own"
+                f"pipeline=: parameter {shared[0]} {self.params[shared[0]].aval.str_short()} is used by the layers and "
+                "by the embedding or the head; give each its own"
             )
         layer_params = [self.params[i] for i in layers]
         end_params = [self.params[i] for i in ends]
@@ -163,13 +163,13 @@ class _Cut:
         sizes = [self._parameter_bytes(eqn) for eqn in loops]
         if not loops or not max(sizes):
             raise DhelixError(
-                "pipeline= needs a model whose layers are one jax.lax.scan over stacked parameters, and the loss"
-                " function has none; stack the layers' parameters, and scan over them"
+                "pipeline= needs layers that are one jax.lax.scan over stacked parameters, but the loss function has "
+                "no such scan; stack the layers' parameters and scan over them"
             )
         if sum(size > 0 for size in sizes) > 1:
             raise DhelixError(
-                f"pipeline= needs one chain of equal layers, and the loss function has {sum(s > 0 for s in sizes)}"
-                " loops over stacked parameters; make them one"
+                f"pipeline= needs one chain of equal layers, but the loss function has {sum(s > 0 for s in sizes)} "
+                "loops over stacked parameters; merge them into one"
             )
         return loops[sizes.index(max(sizes))]
 
@@ -187,24 +187,22 @@ class _Cut:
         fixed = [var for var in self.stacks if not self._reads([var]) & (params | batch)]
         if fixed:
             raise DhelixError(
-                f"pipeline=: the scan over layers runs over {fixed[0].aval.str_short()}, which is made of no parameter"
-                " (layer numbers, frozen weights), and a stage sees its own layers alone: carry a counter through the"
-                " layers, or make it a parameter"
+                f"pipeline=: the scan over layers runs over {fixed[0].aval.str_short()}, which depends on no parameter "
+                "(layer numbers, frozen weights), but a stage has only its own layers: carry a counter through the "
+                "layers, or make it a parameter"
             )
         if self._reads(self.stacks) & batch:
             raise DhelixError(
-                "pipeline=: the scan over layers runs over values of the batch (or random keys) beside the parameters,"
-                " one per layer; derive them inside the layer from what is the same for all layers"
+                "pipeline=: the scan over layers also runs over values of the batch (or random keys), one per layer; "
+                "derive them inside the layer from values that all layers share"
             )
         self._check_preparation()
         if self._reads(self.consts) & params:
-            raise DhelixError(
-                "pipeline=: all layers read one parameter (a weight that they share); give each layer its own"
-            )
+            raise DhelixError("pipeline=: all layers share one parameter; give each layer its own")
         if self._reads(self.jaxpr.outvars, stop=self.scan.outvars) & set(self.ys):
             raise DhelixError(
-                "pipeline=: the loss reads values that each layer returns beside the residual stream (the scan's ys,"
-                " such as auxiliary losses); carry their sum through the layers"
+                "pipeline=: the loss reads values that each layer returns in addition to its carry (the scan's ys, "
+                "such as auxiliary losses); carry their sum through the layers"
             )
 
     def _check_preparation(self) -> None:
@@ -216,8 +214,8 @@ class _Cut:
             needed |= variables(eqn.invars)
             if not _keeps_layers_apart(eqn):
                 raise DhelixError(
-                    f"pipeline=: {eqn.primitive.name} makes the weights that the scan over layers runs over, and may"
-                    " mix layers, of which a stage has its own alone; do it inside the layer"
+                    f"pipeline=: {eqn.primitive.name} computes the weights of the scan over layers and may mix layers, "
+                    "but a stage has only its own; compute it inside the layer"
                 )
 
     def _reads(self, outputs: Sequence[Any], stop: Sequence[Any] = ()) -> set[Any]:

@@ -37,7 +37,7 @@ class Fold:
       mesh: needed if `value_and_grad` is called outside of `jax.shard_map`.
       sends_beside: for "w" and "interleaved_si": whether messages of an SI block may overlap with its last layers. Pays
         on slow links, for slightly more memory. Avoid it with chunks of two layers, whose loop it unrolls
-        (docs/pipeline.md).
+        (docs/guide/pipeline.md).
     """
 
     stages: int
@@ -52,9 +52,9 @@ class Fold:
         for name in ("stages", "layers", "chunks_per_stage"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise DhelixError(f"Fold({name}={value!r}): give how many, 1 or more")
+                raise DhelixError(f"Fold({name}={value!r}): give a whole number of at least 1")
         if self.schedule not in SCHEDULES:
-            raise DhelixError(f"Fold(schedule={self.schedule!r}) means nothing; take one of {', '.join(SCHEDULES)}")
+            raise DhelixError(f"Fold(schedule={self.schedule!r}) is unknown; use one of {', '.join(SCHEDULES)}")
         if self.sends_beside and self.schedule not in LOCKSTEP:
             self._refuse("sends_beside=True", LOCKSTEP)
         if self.chunks_per_stage != 2 and self.schedule not in INTERLEAVED:
@@ -62,7 +62,7 @@ class Fold:
 
     def _refuse(self, option: str, schedules: tuple[str, ...]) -> None:
         names = " and ".join(f'"{name}"' for name in schedules)
-        raise DhelixError(f'Fold({option}) is of {names}, not of "{self.schedule}": leave it out')
+        raise DhelixError(f'Fold({option}) applies to {names}, not to "{self.schedule}": leave it out')
 
     @property
     def places(self) -> int:
@@ -97,19 +97,19 @@ class Fold:
         chunks = self.places * self.stages
         if self.layers is None and layers % chunks:
             raise DhelixError(
-                f"{layers} layers do not divide into {chunks} chunks: say Fold(layers={layers}), and layers of identity"
-                " fill them up"
+                f"{layers} layers do not divide into {chunks} chunks: give Fold(layers={layers}), which adds identity "
+                "layers"
             )
         return layout_of(self.schedule, layers, self.stages, self.chunks_per_stage)
 
     def _mesh(self, mesh: Mesh | None) -> Mesh:
         found = self.mesh if mesh is None else mesh
         if found is None:
-            raise DhelixError("a state is folded over a mesh: give fold(state, mesh), or Fold(..., mesh=mesh)")
+            raise DhelixError("folding a state needs a mesh: call fold(state, mesh), or give Fold(..., mesh=mesh)")
         if any(kind is AxisType.Explicit for kind in found.axis_types):
             raise DhelixError(
-                "Fold: the mesh has explicit axes, as jax.make_mesh makes them, and a pipeline needs automatic ones:"
-                f" make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(found.axis_names)}"
+                "Fold: a pipeline needs a mesh with automatic axes, but this one has explicit axes (jax.make_mesh's "
+                f"default): make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(found.axis_names)}"
             )
         return found
 
@@ -123,4 +123,4 @@ class Fold:
 def _check_paths(stacked: tuple[Path, ...]) -> None:
     if isinstance(stacked, str) or any(isinstance(path, str) for path in stacked):
         path = (stacked,) if isinstance(stacked, str) else tuple(stacked)
-        raise DhelixError(f"stacked={stacked!r}: give paths, each of which is a tuple of names, such as ({path!r},)")
+        raise DhelixError(f"stacked={stacked!r}: give paths, each a tuple of names, such as ({path!r},)")

@@ -89,7 +89,7 @@ def leading_dimensions(state: Any, stacked: tuple[Path, ...], count: int) -> tup
         if len(getattr(leaf, "shape", ())) >= count and any(_lies_under(path, names) for names in stacked):
             return tuple(leaf.shape[:count])
     names = ", ".join(".".join(map(str, path)) for path in stacked)
-    raise DhelixError(f"no array lies under {names}: name where the stacked layers are")
+    raise DhelixError(f"there is no array at {names}: give the paths of the stacked layers")
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class Move:
 def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
     if move.mesh.shape.get(move.axis) != move.layout.stages:
         raise DhelixError(
-            f"a layout of {move.layout.stages} stages needs a mesh with an axis {move.axis!r} of that size, and the "
-            f"mesh is {dict(move.mesh.shape)}"
+            f"a layout of {move.layout.stages} stages needs a mesh axis {move.axis!r} of that size, but the mesh is "
+            f"{dict(move.mesh.shape)}"
         )
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     leaves = [leaf for _, leaf in paths_and_leaves]
@@ -171,8 +171,8 @@ def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
             order = "the model's" if move.fold else "the pipeline's"
             raise DhelixError(
                 f"no array under {'.'.join(map(str, names))} has the leading dimensions {list(move.before)} of "
-                f"{move.layout.layers} layers in {order} order on {move.layout.stages} stages; name what is stacked, "
-                f"and {'fold' if move.fold else 'unfold'} a state once"
+                f"{move.layout.layers} layers in {order} order on {move.layout.stages} stages; give the path of the "
+                f"stacked layers, and {'fold' if move.fold else 'unfold'} a state only once"
             )
     for i in chosen:
         _check_devices(*paths_and_leaves[i], move.mesh)
@@ -187,9 +187,9 @@ def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
         return
     if leaf.sharding.device_set != set(mesh.devices.flat):
         raise DhelixError(
-            f"{jax.tree_util.keystr(path)} lies on {len(leaf.sharding.device_set)} of the devices, and not on the"
-            f" {mesh.size} of the mesh: put the whole state there first, jax.device_put(state, NamedSharding(mesh,"
-            " PartitionSpec(...)))"
+            f"{jax.tree_util.keystr(path)} is on {len(leaf.sharding.device_set)} devices instead of the mesh's "
+            f"{mesh.size}: put the whole state on the mesh first, jax.device_put(state, NamedSharding(mesh, "
+            "PartitionSpec(...)))"
         )
 
 

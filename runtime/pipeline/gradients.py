@@ -64,8 +64,8 @@ def pipelined_sums(
     layout = schedule.layout
     if padded != layout.padded:
         raise DhelixError(
-            f"pipeline=: the state is folded into chunks of {padded} layers, and Fold(layers={layout.layers}) makes"
-            f" chunks of {layout.padded}: give both the model's number of layers, and fold the state once"
+            f"pipeline=: the state is folded into chunks of {padded} layers, but Fold(layers={layout.layers}) makes "
+            f"chunks of {layout.padded}: give both the model's number of layers, and fold the state only once"
         )
     shapes = _stacked(params, folded, layout.layers)
     batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batches]
@@ -75,7 +75,8 @@ def pipelined_sums(
         raise
     except (TypeError, ValueError) as error:
         error.add_note(
-            "pipeline=: this is the loss function with the model's layers stacked; is the state folded, with this Fold?"
+            "pipeline=: the loss function got the model's layers stacked in its own order; check that this Fold "
+            "folded the state"
         )
         raise
     chain = take_apart(jaxpr, len(params))
@@ -164,13 +165,13 @@ def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequenc
 def _check_mesh(mesh: Any, fold: Fold) -> None:
     if mesh is None:
         raise DhelixError(
-            f"pipeline=: value_and_grad is called outside of jax.shard_map over {fold.axis!r}, so say which devices:"
-            " Fold(..., mesh=mesh)"
+            f"pipeline=: value_and_grad is called outside jax.shard_map over {fold.axis!r}, so give the mesh: "
+            "Fold(..., mesh=mesh)"
         )
     if mesh.shape.get(fold.axis) != fold.stages:
         raise DhelixError(
-            f"Fold(stages={fold.stages}) needs a mesh with an axis {fold.axis!r} of that size, and the mesh is"
-            f" {dict(mesh.shape)}"
+            f"Fold(stages={fold.stages}) needs a mesh axis {fold.axis!r} of that size, but the mesh is "
+            f"{dict(mesh.shape)}"
         )
 
 
@@ -204,7 +205,7 @@ def _folded(params: Sequence[jax.Array], fold: Fold, manual: bool) -> tuple[list
 
 def _not_folded(fold: Fold) -> DhelixError:
     return DhelixError(
-        f"pipeline=: the layers' parameters are not folded for {fold.stages} stages of {fold.places} chunks, or are"
-        " not among those that argnums= names: fold the state once, with Fold.fold(state, mesh), and differentiate by"
-        " the layers, too"
+        f"pipeline=: the layers' parameters are not folded for {fold.stages} stages of {fold.places} chunks, or "
+        "argnums= does not name them: fold the state once, with Fold.fold(state, mesh), and differentiate with "
+        "respect to the layers, too"
     )

@@ -32,11 +32,11 @@ from dhelix.profiles.profile import Profile
 from dhelix.runtime.compiler import registration
 from dhelix.runtime.processes.records import Entry, Record, short
 
-_SWITCH_ADVICE = "Set it alike on every host"
+_SWITCH_ADVICE = "Set the same value on every host"
 _VERSION_ADVICE = "Install the same versions on every host"
-_OPTION_ADVICE = "Decorate the step alike on every host"
-_FLAG_ADVICE = "Give every process the same options of XLA"
-_SHAPE_ADVICE = "Give the step arguments of the same shapes on every host, of the last batch, too"
+_OPTION_ADVICE = "Decorate the step in the same way on every host"
+_FLAG_ADVICE = "Give every process the same XLA options"
+_SHAPE_ADVICE = "Give the step arguments of the same shapes on every host, also for the last batch"
 _CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
 
 _ALWAYS = ("microbatches", "reduce", "pipeline")  # options that also apply with DHELIX=off

@@ -152,7 +152,7 @@ def check_choice(
     record = description.before_compiling(lowered, manager, memory_limit, left_alone)
     purpose, times = f"compile step {name!r}", AT_WORK
     if job.has_met(purpose):  # not the first program: the agreement at the first call did not bring all processes here
-        purpose, times = f"compile another program of step {name!r}, as for arguments of other shapes", 1
+        purpose, times = f"compile another program of step {name!r}, for example for arguments of other shapes", 1
     agreement.check(purpose, record, job, times)
 
 

@@ -61,8 +61,8 @@ def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None
             return SETTINGS[name]
     known = "; ".join(f"{name}: {_words(unusual)}" for name, unusual in described.items())
     raise DhelixError(
-        f"this process was started with {_words(here)}, and no launch setting of profiles is that; start it as one of"
-        f" `dhelix profile --settings` ({known})"
+        f"this process was started with {_words(here)}, which is no launch setting of profiles; start it with one of "
+        f"`dhelix profile --settings` ({known})"
     )
 
 
@@ -90,7 +90,8 @@ def nearest(
     if found is not None and special[found] == here:
         return found, ""
     costs = "a roofline's" if found is None else f"those of the launch setting {found!r}"
-    return found, f"no times of a process started with {_words(here)}: costs are {costs}; run `dhelix profile`"
+    line = f"no times were measured with {_words(here)}, so costs are {costs}; run `dhelix profile`"
+    return found, line
 
 
 def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
@@ -99,9 +100,9 @@ def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
     if link is None:
         return "no-p2p" if disabled else "nvlink"
     if link not in _LINKS:
-        raise DhelixError(f"link={link!r}: GPUs of one process reach each other by one of {', '.join(_LINKS)}")
+        raise DhelixError(f"link={link!r} is not possible for GPUs of one process; use one of {', '.join(_LINKS)}")
     if disabled and link != "no-p2p":
-        raise DhelixError(f"link={link!r}, but NCCL_P2P_DISABLE is set: unset it, or leave link away")
+        raise DhelixError(f"link={link!r}, but NCCL_P2P_DISABLE is set: unset it, or leave out link")
     return link
 
 
@@ -149,8 +150,8 @@ def difference(
         return None
     unset = "".join(f" without {name}" for name in here if name not in wanted)
     return (
-        f"the plan is for launch setting {target.setting!r} and this process was started with {_words(here)}; start it"
-        f" with {_command(target, environment)}{unset}, or make a plan for how it is (`dhelix plan --settings`)"
+        f"the plan is for launch setting {target.setting!r}, but this process was started with {_words(here)}; start "
+        f"it with {_command(target, environment)}{unset}, or make a plan for its setting (`dhelix plan --settings`)"
     )
 
 

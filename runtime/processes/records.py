@@ -83,7 +83,4 @@ def _message(what: str, name: str, entries: Sequence[Entry], said: Sequence[Said
         notes.setdefault(value, f" ({entry.note})" if entry.note else "")
     listed = "; ".join(f"{value}{notes[value]} in {names_of(ones)}" for value, ones in members.items())
     advice = next(entry.advice for entry in entries if entry.value != NOT_GIVEN)
-    return (
-        f"hosts disagree on {what}: {listed}. They are about to {said[0].purpose}, and would wait for each other for"
-        f" ever. {advice}"
-    )
+    return f"hosts disagree on {what}: {listed}. They are about to {said[0].purpose} and would deadlock. {advice}"

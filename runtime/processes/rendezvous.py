@@ -145,8 +145,8 @@ class Job:
                     verdict = self._follow(folder, purpose, patience)
             except jax.errors.JaxRuntimeError as error:
                 raise HostsDisagreeError(
-                    f"the other processes cannot be asked whether they, too, {purpose}: {one_line(error)}; the process"
-                    " with JAX's coordinator, usually process 0, may have ended"
+                    f"cannot ask the other processes whether they {purpose}, too: {one_line(error)}; check that the "
+                    "process with JAX's coordinator, usually process 0, still runs"
                 ) from None
         if "stopped" in verdict:
             raise HostsDisagreeError(verdict["stopped"])
@@ -166,7 +166,7 @@ class Job:
             else:
                 self.store.key_value_set(f"{folder}/said/{self._own}", self._words(failed=why))
         except jax.errors.JaxRuntimeError as error:
-            logging.warning("dhelix: the other processes could not be told that this one failed: %s", error)
+            logging.warning("dhelix: cannot tell the other processes that this one failed: %s", error)
         finally:
             self._lock.release()
 
@@ -286,7 +286,10 @@ def of(processes: Iterable[int]) -> Job | None:
     client, own = jax_compat.coordination_client(), jax_compat.process_number()
     if client is None:
         if jax.process_count() > 1:
-            line = "processes cannot compare what they run: this job was started without jax.distributed.initialize()"
+            line = (
+                "processes cannot compare what they run, because jax.distributed.initialize() was not called: call it "
+                "first"
+            )
             say_once(line, (line,))
         return None
     if own not in numbers:
@@ -316,7 +319,7 @@ def timeout() -> float:
             return seconds
     except ValueError:
         pass
-    raise DhelixError(f"{TIMEOUT}={value!r}: give seconds to wait for other processes, more than 0")
+    raise DhelixError(f"{TIMEOUT}={value!r}: give a number of seconds above 0 to wait for other processes")
 
 
 def one_line(error: BaseException) -> str:
@@ -357,7 +360,11 @@ class _Waiting:
     def report(self, missing: str, purpose: str) -> None:
         seconds = time.monotonic() - self._begin
         logging.warning(
-            "dhelix: waits for %s to %s, for %.0f s so far and at most %.0f", missing, purpose, seconds, self._patience
+            "dhelix: waiting for %s to %s, for %.0f s so far and %.0f s at most",
+            missing,
+            purpose,
+            seconds,
+            self._patience,
         )
         self._next_report = 3 * seconds
 
@@ -372,8 +379,8 @@ def _check_purposes(said: Sequence[Said]) -> None:
             for purpose, members in purposes.items()
         )
         raise HostsDisagreeError(
-            f"hosts disagree on what comes next: {listed}. They would wait for each other for ever. Call the same"
-            " decorated steps in the same order on every host"
+            f"hosts disagree on what comes next: {listed}. They would deadlock. Call the same decorated steps in the "
+            "same order on every host"
         )
 
 
@@ -383,6 +390,6 @@ def _failed(said: Said) -> str:
 
 def _stop_waiting(missing: str, purpose: str, patience: float) -> NoReturn:
     raise HostsDisagreeError(
-        f"{missing} did not come to {purpose} within {patience:g} s. All processes must do so, and all with dhelix:"
-        f" look at the log there. {TIMEOUT}=SECONDS waits longer"
+        f"{missing} did not come to {purpose} within {patience:g} s. All processes must run the step with dhelix: "
+        f"check the log there. {TIMEOUT}=SECONDS waits longer"
     )

@@ -142,9 +142,9 @@ def tables(
       DhelixError: a kind is unknown, there are fewer than two devices, or nodes differ in size.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
-        raise DhelixError(f"no tables for {unknown}; the collectives are {list(KINDS)}")
+        raise DhelixError(f"no tables for {unknown}; choose from {list(KINDS)}")
     if len(devices) < 2:
-        raise DhelixError(f"collectives need two GPUs or more, and there is {len(devices)}")
+        raise DhelixError(f"collectives need at least two GPUs, but there is {len(devices)}")
     nodes = nodes_of(devices, gpus_per_node)
     found: dict[CollectiveKey, None] = {}  # an ordered set: rounding can make two sizes equal
     for grouping, kind, size in itertools.product(groupings(len(nodes), len(nodes[0])), kinds, sizes):
@@ -216,7 +216,7 @@ def _mesh(nodes: Sequence[Sequence[Any]], grouping: Grouping) -> Mesh:
     grid = [block for block in blocks if len(block) == grouping.size][: grouping.groups]
     if len(grid) < grouping.groups:
         present = f"{len(nodes[0])} GPUs on each of {len(nodes)} nodes"
-        raise DhelixError(f"no room for {grouping}: there are {present}; measure it on more")
+        raise DhelixError(f"{grouping} do not fit: there are {present}; measure on more GPUs")
     return Mesh(np.array(grid), _AXES, axis_types=(AxisType.Auto,) * 2)
 
 

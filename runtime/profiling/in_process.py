@@ -67,8 +67,8 @@ def this_process(link: str | None = None, options: Mapping[str, Any] | None = No
     """
     if jax.default_backend() != "gpu":
         raise DhelixError(
-            f"profiling needs GPUs, and this process runs on {jax.default_backend()}; see `nvidia-smi` and"
-            " pip install 'dhelix[gpu]'"
+            f"profiling needs GPUs, but this process runs on {jax.default_backend()}; see `nvidia-smi` and pip install "
+            "'dhelix[gpu]'"
         )
     options = dict(options or {})
     return Process(setting_of(os.environ, options), link_of(os.environ, link), provenance(), options)

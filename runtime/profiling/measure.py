@@ -106,7 +106,9 @@ class GpuMeasurer:
         """
         self.devices = list(jax.devices() if devices is None else devices)
         if any(device.platform != "gpu" for device in self.devices):
-            raise DhelixError("measuring needs GPUs; jax.devices() has none (is JAX's CUDA plugin installed?)")
+            raise DhelixError(
+                "measuring needs GPUs, but jax.devices() has none; check that JAX's CUDA plugin is installed"
+            )
         self.mesh = Mesh(np.array(self.devices), (_AXIS,))
         self.options = dict(options or {})
         room = memory_bytes or _allocatable(self.devices)
@@ -132,7 +134,7 @@ class GpuMeasurer:
         except (DhelixError, *COMPILER_ERRORS) as error:
             why = reason(error)
         if any(words in why for words in _BROKEN):
-            raise DhelixError(f"a GPU broke down while {len(items)} operators and pairs ran; run it again ({why})")
+            raise DhelixError(f"a GPU failed while {len(items)} operators and pairs ran; run the command again ({why})")
         # After the except clause, because the error's traceback references the failed program and its arguments.
         self._arrays.clear()
         if len(items) == 1:

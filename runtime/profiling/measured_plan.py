@@ -71,8 +71,8 @@ def of_trace(plan: Plan, path: str | Path) -> Measured:
     measured = of_executions(plan, module, found)
     if all(segment.measured_us is None for body in measured.bodies for segment in body.segments):
         raise DhelixError(
-            f"the trace names no instructions of {module.name}, as with CUDA graphs: record it in a process with"
-            f" XLA_FLAGS=--{GRAPHS}="
+            f"the trace names no instructions of {module.name}, probably because of CUDA graphs: record it with "
+            f"XLA_FLAGS=--{GRAPHS}="
         )
     times = by_instruction(module, found)
     return Measured(measured, trace.analyse(profile, module), steps_in(module, times), _in_order(plan, module))
@@ -83,7 +83,9 @@ def _ran(plan: Plan, modules: Sequence[HloModule], profile: trace.Profile) -> tu
     fitting = [module for module in modules if _fits(plan, module)]
     if not fitting:
         names = ", ".join(sorted({module.name for module in modules}))
-        raise DhelixError(f"no program of the trace has the bodies of the plan ({plan.program}); it holds {names}")
+        raise DhelixError(
+            f"no program in the trace has the plan's loop bodies ({plan.program}); the trace holds {names}"
+        )
     ran: list[tuple[int, HloModule, Sequence[Execution]]] = []
     errors: list[DhelixError] = []
     for module in fitting:

@@ -64,7 +64,7 @@ def observe(
         )
     except (DhelixError, *measure.COMPILER_ERRORS) as error:
         why = measure.reason(error)
-        say_once(f"the step itself was not traced ({why}); its operators are run alone", ("observe", why))
+        say_once(f"the step itself was not traced ({why}), so its operators run alone", ("observe", why))
         return step
     of_key = partial(key_of, gpus_per_node=gpus_per_node, implementation=implementation)
     traced, gap = step_trace.timings(found, module, of_key)

@@ -164,8 +164,8 @@ def compile_bases(
     for axis in axes.values():
         if mesh.shape.get(axis, 0) < 2:
             raise DhelixError(
-                f"mesh axis {axis!r} of {dict(mesh.shape)} must be there and have at least 2 GPUs, so that"
-                " collectives communicate; name another axis"
+                f"mesh {dict(mesh.shape)} needs an axis {axis!r} of at least 2 GPUs, so that collectives communicate; "
+                "name another axis"
             )
     modules, failures = {}, {}
     for base in chosen:

@@ -110,7 +110,7 @@ class Session:
           DhelixError: there is no such setting.
         """
         if setting not in SETTINGS:
-            raise DhelixError(f"no launch setting {setting!r}; there are {', '.join(SETTINGS)}")
+            raise DhelixError(f"launch setting {setting!r} is unknown; use one of {', '.join(SETTINGS)}")
         self.profile = profile
         self.setting = setting
         self._measurer = measurer
@@ -152,7 +152,7 @@ class Session:
         """
         measurer = self._measurer
         if measurer is None:
-            raise DhelixError("this session has nothing to measure with; give it a measurer")
+            raise DhelixError("this session cannot measure; give it a measurer")
         known = Section(self.setting) if self._again else self.section
         traced = {key: timing for key, timing in step.traced.items() if known.solo(key) is None}
         unclocked = {key: timing for key, timing in traced.items() if not _clocked(key)}

@@ -121,7 +121,7 @@ class InterleavedStep[**P, R]:
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             if registration.on():
-                reason = "is called inside another transformation of JAX, and becomes part of it as it is"
+                reason = "is called inside another JAX transformation and becomes part of it unchanged"
                 say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._label, reason))
             return self._plain(args, kwargs)
         kind = functools.partial(self._key, args, kwargs)
@@ -277,8 +277,9 @@ class InterleavedStep[**P, R]:
             self._check_used(active)
             if results and len(active.results) < max(active.calls, 1):
                 reason = (
-                    "verify= compares micro-batches with the whole batch only where the step itself calls"
-                    " dhelix.value_and_grad, not inside of a shard_map, jax.jit or scan: that part is left out"
+                    "verify= skips the comparison of micro-batches with the whole batch, because "
+                    "dhelix.value_and_grad is called inside a shard_map, jax.jit or scan instead of by the step "
+                    "itself"
                 )
                 say_once(f"{self.__name__}: {reason}", (self._label, reason))
             return active.results if results else output
@@ -359,15 +360,15 @@ class InterleavedStep[**P, R]:
             _, (dynamic, keywords) = self._separate(args, kwargs)
             passes = ", ".join(entry.name for entry in chosen.report() if entry.changed)
             found = verification.check_passes(plain, changed, chosen.original, dynamic, keywords, passes)
-            lines.append(f"all {found.leaves} results are those of the plain step: {found}")
+            lines.append(f"all {found.leaves} results agree with the plain step: {found}")
         if (count := self.options.microbatches) is not None:
             whole, split = self._results(1), self._results(count)
             found = verification.check_microbatches(
                 whole, split, chosen.original, args, kwargs, count, self.options.reduce
             )
             if found is not None:
-                lines.append(f"losses and gradients ({found.leaves} leaves) are those of the whole batch: {found}")
-        text = ". ".join(lines) or "nothing was compared, since the step runs as it is"
+                lines.append(f"losses and gradients ({found.leaves} leaves) agree with the whole batch: {found}")
+        text = ". ".join(lines) or "nothing was compared, because the step runs as it is"
         say_once(f"{self.__name__}, verified: {text}", (self._label, text))
 
 

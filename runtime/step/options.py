@@ -151,25 +151,36 @@ class StepOptions(JitOptions):
     microbatches: int | None = None
     reduce: Reduce = "mean"
     pipeline: Fold | None = None
-    skew: int = _flag(0, "layers that the strands are apart, so that both ends of the step overlap, too", 0)
+    skew: int = _flag(
+        0,
+        "layers by which the strands are apart, so that the step's first and last layers also overlap (default: 0)",
+        0,
+    )
 
-    schedule: Schedule = _flag("dp", "who orders operators on GPUs (default: dp)", choices=SCHEDULES)
-    plan: str | Path | Plan | None = _flag(None, "order operators as this file says, which `dhelix plan` wrote")
-    profile: str | Path | Profile | None = _flag(AUTO, "the profile's file (default: the shipped one and your own)")
+    schedule: Schedule = _flag("dp", "how operators are ordered on GPUs (default: dp)", choices=SCHEDULES)
+    plan: str | Path | Plan | None = _flag(
+        None, "plan file of `dhelix plan`, whose order replaces --schedule (default: none)"
+    )
+    profile: str | Path | Profile | None = _flag(
+        AUTO, "profile file with operator costs (default: a shipped profile or your own)"
+    )
     collective_matmul: str | Form | None = _flag(
-        None, "for collectives beside products: auto, off or a form (default: the schedule's)"
+        None,
+        "replace collectives next to matrix products: auto, off or a form (default: auto with --schedule "
+        "intra_batch, else off)",
     )
 
     memory_limit: int | str | None = _flag(
         None,
-        "what the step may need on a GPU, arguments and all, such as 60GiB (default: 3 % more than the plain step)",
+        "memory that the step may need on each GPU, arguments included, such as 60GiB (default: the plain step's plus "
+        "3 %)",
     )
     max_in_flight: int | None = _flag(
-        None, "collectives of one lane that may be under way at once (default: what is fastest)", 1
+        None, "largest number of collectives of one lane in flight at once (default: what is fastest)", 1
     )
 
     strict: bool = False
-    verify: bool = _flag(False, "compare the first step with the plain one")
+    verify: bool = _flag(False, "compare the results of the first step with those of the plain step")
     # Any instead of `manager.Pass`, because type checkers reject class attributes in place of its properties.
     passes: Sequence[Any] | None = None
     disable: Collection[str] = ()
@@ -178,9 +189,14 @@ class StepOptions(JitOptions):
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("reduce", self.reduce, REDUCTIONS)
-        _whole("microbatches", self.microbatches, 1, "how many, 1 or more, or None for the step's own loop")
-        _whole("max_in_flight", self.max_in_flight, 1, "how many collectives, 1 or more, or None for what is fastest")
-        _whole("skew", self.skew, 0, "how many layers the strands are apart, 0 or more")
+        _whole("microbatches", self.microbatches, 1, "a whole number of at least 1, or None for the step's own loop")
+        _whole(
+            "max_in_flight",
+            self.max_in_flight,
+            1,
+            "a whole number of collectives of at least 1, or None for what is fastest",
+        )
+        _whole("skew", self.skew, 0, "a whole number of layers of at least 0")
         _check_lists(self.passes, self.disable)
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", parse_bytes("memory_limit", self.memory_limit))
@@ -221,7 +237,7 @@ class StepOptions(JitOptions):
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
     """Raises DhelixError unless `value` is one of `known`."""
     if value not in known:
-        raise DhelixError(f"{name}={value!r} means nothing; take one of {', '.join(known)}")
+        raise DhelixError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
 
 
 def _whole(name: str, value: object, least: int, wanted: str) -> None:
@@ -245,29 +261,32 @@ def _check_together(options: StepOptions) -> None:
     if options.passes is not None:
         for name, instead in _WITH_PASSES.items():
             if name in given and getattr(options, name) != OFF:
-                raise DhelixError(f"passes= is all that runs, so {name}= has no effect: {instead}")
+                raise DhelixError(f"only the passes in passes= run, so {name}= has no effect: {instead}")
     if options.plan is not None:
         if "max_in_flight" in given:
-            raise DhelixError("a plan says what is in flight: leave out max_in_flight=, or plan with --max_in_flight")
+            raise DhelixError(
+                "a plan already limits collectives in flight: leave out max_in_flight=, or make the plan with "
+                "--max_in_flight"
+            )
         if "skew" in given:
-            raise DhelixError("a plan says how far strands are apart: leave out skew=, or plan with --skew")
+            raise DhelixError("a plan already sets the skew of strands: leave out skew=, or make the plan with --skew")
     elif options.schedule == "xla":
         for name in ("memory_limit", "max_in_flight"):
             if name in given:
-                raise DhelixError(f"schedule='xla' keeps to no {name}: leave it out, or take another schedule")
+                raise DhelixError(f"schedule='xla' cannot keep to {name}: leave it out, or use another schedule")
     if "skew" in given and options.pipeline is not None:
         raise DhelixError("a pipeline pairs micro-batches by its own schedule: leave out skew=")
     if "skew" in given and options.schedule not in _SKEWED:
-        said = f"schedule={options.schedule!r} keeps no strands apart: leave out skew=, or take {', '.join(_SKEWED)}"
+        said = f"schedule={options.schedule!r} has no skew: leave out skew=, or use schedule {', '.join(_SKEWED)}"
         raise DhelixError(said)
 
 
 _WITH_PASSES = {
-    "plan": "leave out one, or pass PlannedOrder",
-    "memory_limit": "give it to a pass of them",
-    "collective_matmul": "add its passes",
-    "max_in_flight": "give it to a pass of them",
-    "skew": "add StrandSkew and StrandEnds to them",
+    "plan": "leave out plan= or passes=, or add PlannedOrder to passes=",
+    "memory_limit": "give it to a pass in passes=",
+    "collective_matmul": "add its passes to passes=",
+    "max_in_flight": "give it to a pass in passes=",
+    "skew": "add StrandSkew and StrandEnds to passes=",
 }
 
 

@@ -105,7 +105,7 @@ def memory_limit(options: StepOptions, plain: PlainStep | None) -> int | None:
     """
     if plain is None:
         if options.memory_limit is not None:
-            line = "memory_limit= bounds what orders take, and orders are made for GPUs: here it limits nothing"
+            line = "memory_limit= has no effect on these devices, because operators are ordered only on GPUs"
             say_once(line, (line,))
         return None
     if options.memory_limit is not None or not options.limited or plain.known is None:
@@ -127,5 +127,5 @@ def _stored(name: str) -> tuple[MemoryNeed, StepParts] | None:
             return None
         return msgspec.json.decode(text, type=tuple[MemoryNeed, StepParts])
     except (OSError, ValueError, RecursionError, DhelixError) as error:
-        logging.vlog(1, "%s is left out: %s", name, error)
+        logging.vlog(1, "cannot use %s: %s", name, error)
         return None

@@ -37,10 +37,10 @@ from dhelix.runtime.step.target import Target
 
 _TO_ONE_DEVICE = b"SPMDFullToShardShape"  # marks the start of a shard_map in HLO lowered for GSPMD
 _MANUAL_IN_GSPMD = (
-    "the passes know a shard_map only as it is lowered for Shardy, JAX's default"
-    " (jax_use_shardy_partitioner=True), and this one is lowered for GSPMD"
+    "the passes support shard_map only with Shardy, JAX's default (jax_use_shardy_partitioner=True), but this one is "
+    "lowered for GSPMD"
 )
-_ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
+_ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True interleave it anyway)"
 
 
 class Specialization:
@@ -235,8 +235,8 @@ class Specialization:
         self._options = without_plan(self._options)
         self._compiled, self._session = None, self._begin(self._limit)
         reason = (
-            "the plan is refused, so the step is compiled again without what it puts in place of collectives, as with"
-            " schedule='xla'"
+            "the plan was refused, so the step is compiled again without the plan's replacements of collectives, as "
+            "with schedule='xla'"
         )
         say_once(f"{self._name}: {reason}", (self._label, reason))
         self._transform()
@@ -265,10 +265,10 @@ class Specialization:
             if self._compiled is None or (needed := self._needed(self._compiled)) <= limit:
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
-        why = "" if self._limit_given else f", which is the plain step and {MEMORY_SLACK:.0%}"
+        why = "" if self._limit_given else f" (the plain step's memory plus {MEMORY_SLACK:.0%})"
         reason = (
-            f"two strands need more than {bytes_text(limit)}, arguments and all{why}; the smallest limit that would do"
-            f" is memory_limit={bytes_option(would_do)!r}"
+            f"two strands need more than {bytes_text(limit)}, arguments included{why}; the smallest sufficient limit "
+            f"is memory_limit={bytes_option(would_do)!r}"
         )
         if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")

@@ -56,7 +56,10 @@ def _ordering(
         if target is not None:
             target.compare(options.loaded_plan, options)
         elif lowered is not None:
-            line = "a plan orders what GPUs run: on other devices only its structure counts (skew, reduced layers)"
+            line = (
+                "a plan orders operators only on GPUs: on other devices only its structure is used (skew, reduced "
+                "layers)"
+            )
             say_once(line, (line,))
     return [one for one in passes if options.pipeline is None or one.stage is not Stage.LOWERED]
 
@@ -95,7 +98,9 @@ def weighed(
     except Exception as error:  # a failed prediction must not stop a job
         if options.strict:
             raise
-        say_once(f"collective matmuls are taken by what they save alone: {error}", ("weighed",))
+        say_once(
+            f"collective matmuls are chosen by their own times, without a prediction of the step: {error}", ("weighed",)
+        )
         return ()
     return () if found is None else found.paired
 

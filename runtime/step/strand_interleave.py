@@ -60,7 +60,7 @@ def strand_interleave(function: Callable[..., Any] | None = None, /, **options: 
     """
     with decorating():
         for name in sorted(options.keys() - inspect.signature(StepOptions).parameters):
-            raise DhelixError(f"{name!r} is an option of neither strand_interleave nor jax.jit")
+            raise DhelixError(f"{name!r} is not an option of strand_interleave or jax.jit; check its spelling")
         chosen = StepOptions(**options)
     return functools.partial(interleaved, options=chosen) if function is None else interleaved(function, chosen)
 
@@ -97,13 +97,13 @@ def _check_pipeline(options: StepOptions) -> None:
     if not isinstance(options.pipeline, Fold):
         raise DhelixError(f"pipeline={options.pipeline!r}: give a dhelix.Fold(stages=...)")
     if options.microbatches is None:
-        raise DhelixError("pipeline= needs microbatches=: how many go through the stages in one step")
+        raise DhelixError("pipeline= needs microbatches=: give the number of micro-batches per step")
     if options.schedule == "intra_batch":
-        raise DhelixError(f"schedule={options.schedule!r} has no pipeline: take dp, list or xla")
+        raise DhelixError(f"schedule={options.schedule!r} has no pipeline: use dp, list or xla")
     if options.verify:
         raise DhelixError(
-            "verify= compares with the step without strands, and with pipeline= there is none: compare a few steps with"
-            " those of an unfolded state, as docs/pipeline.md shows"
+            "verify= compares with the step without strands, which does not exist with pipeline=: compare a few steps "
+            "with those of an unfolded state, as docs/guide/pipeline.md shows"
         )
 
 
@@ -113,14 +113,14 @@ def _check_function(function: Callable[..., Any], options: StepOptions) -> None:
         raise DhelixError(f"strand_interleave decorates a function, not {type(function).__name__}")
     if jax_compat.is_jitted(function) or is_nnx_jitted(function):
         if options.jit:
-            raise DhelixError(f"{name} is jitted already: give {', '.join(sorted(options.jit))} to that jit")
+            raise DhelixError(f"{name} is already jitted: give {', '.join(sorted(options.jit))} to that jit")
         if options.microbatches is not None:
             raise DhelixError(
-                f"{name} is jitted already, and may be traced: decorate the plain function with"
-                " strand_interleave(microbatches=...), which takes the options of jax.jit"
+                f"{name} is already jitted and may be traced: decorate the plain function with "
+                "strand_interleave(microbatches=...), which takes the options of jax.jit"
             )
     elif isinstance(function, InterleavedStep):
-        raise DhelixError(f"{name} is interleaved already: leave out one of the two strand_interleave around it")
+        raise DhelixError(f"{name} is already interleaved: remove one of its two strand_interleave decorators")
     elif hasattr(function, "lower"):
         raise DhelixError(
             f"{name} is neither a plain function nor the result of jax.jit, nnx.jit or eqx.filter_jit: decorate the"

@@ -84,16 +84,18 @@ class Target:
             return None
         if isinstance(asked, Profile):
             if other := self._unlike(asked.hardware, asked.link):
-                say_once(f"costs are those of {other}", (other,))
+                say_once(f"costs are for {other}", (other,))
             return asked
         try:
             found = storage.find(self.gpu, self.link)
         except DhelixError as error:  # a file that the user did not name must not stop a job
-            say_once(f"costs are a roofline's: {error}", ("profile",))
+            say_once(f"costs are estimated by a roofline: {error}", ("profile",))
             return None
         if found is None:
             what = f"{self.gpu} with link {self.link}"
-            say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))
+            say_once(
+                f"nothing was measured on {what}, so costs are estimated by a roofline; run `dhelix profile`", (what,)
+            )
         return found
 
     def _setting(self, profile: Profile, options: StepOptions) -> str | None:

@@ -63,7 +63,7 @@ class Agreement:
     def __str__(self) -> str:
         where = f" in {self.where}" if self.largest else ""
         noise = f"; {len(self.noise)} are rounding noise, such as {self.noise[0]}" if self.noise else ""
-        return f"the largest difference is {self.largest:.1e}{where}, where {self.allowed:.1e} is allowed{noise}"
+        return f"the largest difference is {self.largest:.1e}{where} (allowed: {self.allowed:.1e}){noise}"
 
 
 def check_passes(
@@ -83,8 +83,8 @@ def check_passes(
     """
     expected, noise = _result_and_noise(plain, lowered, args, kwargs)
     advice = (
-        f"A pass changed what the step computes ({passes}): report it; meanwhile drop passes by name with disable=, or"
-        " set DHELIX=off"
+        f"A pass changed what the step computes ({passes}): report this; meanwhile disable passes by name with "
+        "disable=, or set DHELIX=off"
     )
     given, keywords = copy_arguments((args, kwargs))
     actual = changed(*given, **keywords)
@@ -135,13 +135,13 @@ def _parts(result: Any) -> dict[str, Any]:
 def _why_auxiliary_outputs_differ(lowered: jax.stages.Lowered, microbatches: int) -> str:
     """The advice if losses and gradients agree but an auxiliary output does not."""
     start = (
-        f"Losses and gradients of {microbatches} micro-batches are those of the whole batch, but this output is not: "
+        f"Losses and gradients of {microbatches} micro-batches agree with the whole batch, but this output does not: "
     )
     if _RANDOM.search(lowered.as_text()):
-        return start + "it may draw random numbers, such as dropout, which must be off to verify"
+        return start + "it may draw random numbers, such as dropout, which must be off for verify="
     return start + (
-        "integers add up, and other numbers combine as the loss does (reduce=). So return a count as an integer, and"
-        " what is neither a count nor a mean as an array with a value for each row"
+        "integers add up, and other numbers combine like the loss (reduce=). Return a count as an integer, and "
+        "anything that is neither a count nor a mean as an array with one value per row"
     )
 
 
@@ -154,14 +154,14 @@ def _why_microbatches_differ(
         scaled = [_scaled(value, factor) for value in split]
         if reduce != right and _agree(whole, scaled, relative):
             kind = "the sum over the rows" if right == "sum" else "a mean over the rows"
-            return start + f'the loss is {kind}, so take reduce="{right}"'
+            return start + f'the loss is {kind}, so use reduce="{right}"'
     if _RANDOM.search(lowered.as_text()):
-        return start + "the loss draws random numbers, such as dropout, which must be off to verify"
+        return start + "the loss draws random numbers, such as dropout, which must be off for verify="
     if reduce == "weighted":
-        return start + "weights= must return what the loss of a micro-batch is divided by"
+        return start + "weights= must return the number by which the loss of a micro-batch is divided"
     return start + (
-        'if micro-batches weigh differently (padding masks) take reduce="weighted"; a loss that looks at the whole'
-        " batch at once (batch norm, contrastive losses, balance of experts) is another one in micro-batches"
+        'if micro-batches have different weights (padding masks), use reduce="weighted"; a loss over the whole batch '
+        "at once (batch norm, contrastive losses, balance of experts) changes with micro-batches"
     )
 
 
@@ -254,7 +254,7 @@ def compare(
         allowed = max(relative * scale, NOISE * random)
         if difference > allowed:
             excess = difference / allowed if allowed else np.inf
-            text = f"{name} differs by {difference:.3g}, where {allowed:.3g} is allowed"
+            text = f"{name} differs by {difference:.3g}, but only {allowed:.3g} is allowed"
             worst = max(worst, (excess, text), key=lambda one: one[0])
         elif difference > relative * scale:
             noisy.append(name)

@@ -39,7 +39,7 @@ def test_without_the_gpu_compiler_the_first_part_runs_and_the_second_says_how_to
     assert all(entry["plain"] == entry["interleaved"] for entry in report["losses"])
     assert report["largest_difference"] == 0
     assert "Largest difference of 3 losses: 0." in text
-    assert "two strands over" in text and "what it gains is not predicted: that takes a compilation for GPUs" in text
+    assert "two strands over" in text and "gain not predicted: a prediction needs a compilation for GPUs" in text
     assert "Left out: needs the plugin: pip install 'dhelix[compile]'" in text
     assert "programs" not in report
 

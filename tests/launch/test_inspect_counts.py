@@ -66,10 +66,10 @@ def test_collectives_of_all_branches_are_there_and_the_longest_branch_counts() -
     counted, other = found.collectives
     assert (counted.instruction, counted.executions) == ("r", 1)
     assert (other.instruction, other.executions, other.alone_ms) == ("small", 0, 0.0)
-    assert counted.notes == ("it runs in one branch of 2 of x",)
+    assert counted.notes == ("it runs in one of 2 branches of x",)
     assert other.notes == (*counted.notes, "not in the estimate: the other branch takes longer")
     assert found.exposed_ms == pytest.approx(counted.exposed_ms)
-    assert found.notes == ("of the branches of x the longest counts, in every execution",)
+    assert found.notes == ("in every execution of x the longest branch counts",)
 
 
 LOOP = f"""body {{
@@ -101,8 +101,8 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
     found = inspected(WHILE, LOOP)
     (reduce,) = found.collectives
     assert (reduce.executions, reduce.loops) == (1, ("w",))
-    assert reduce.notes == ("how often w runs is not known: it counts once",)
-    assert found.notes == ("the number of trips of w is not known, as the data decide: each body counts once",)
+    assert reduce.notes == ("the number of runs of w is unknown: it counts once",)
+    assert found.notes == ("the trip count of w depends on data: each body counts once",)
     known = inspected(f'{WHILE}, backend_config={{"known_trip_count":{{"n":"5"}}}}', LOOP)
     assert known.notes == () and known.collectives[0].executions == 5
 
@@ -123,7 +123,7 @@ def test_what_does_not_run_and_what_conditions_say_is_noted() -> None:
     asks = LOOP.replace(
         "  ROOT c = pred[]", f"  p = {BIG} get-tuple-element(s), index=2\n  r = {REDUCE}\n  ROOT c = pred[]"
     )
-    assert "the conditions of w communicate, which does not count" in inspected(WHILE, asks).notes
+    assert "the conditions of w communicate, which is not counted" in inspected(WHILE, asks).notes
 
 
 CALLS = f"""  p = {BIG} parameter(0)
@@ -215,7 +215,7 @@ def test_tables_say_what_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixt
             cli.main(["inspect", str(path), *flags])
         assert not stopped.value.code
         shown = capsys.readouterr().out
-        assert "it runs in one branch of 2 of x" in shown
+        assert "it runs in one of 2 branches of x" in shown
         if flags:
             found = json.loads(shown)["inspection"]
             assert found["unknown_kernels"] == 3 and found["unknown"][0]["target"] == "flash_mla"

@@ -1,4 +1,4 @@
-"""The programs of docs/pipeline.md run as they stand there, and take the step that they take without a pipeline."""
+"""The programs of docs/guide/pipeline.md run as they stand there, and take the plain step."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "pipeline.md"
 
 
 def plain_step(names: dict[str, Any], params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Examples of the README and of docs/predict.md run as they stand there, and do what they are there to show."""
+"""Examples of the README and of docs/guide/your_step.md run as they stand there, and do what they are there to show."""
 
 import re
 import subprocess
@@ -23,13 +23,13 @@ def test_the_example_runs_and_is_interleaved() -> None:
 @pytest.mark.deviceless
 def test_twenty_lines_predict_a_step_without_a_gpu(tmp_path: Path) -> None:
     """In a process and a home folder of their own."""
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "predict.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "your_step.md").read_text(), re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 24
     small = example.replace("4096", "256").replace("16384", "512")
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", small], env=environment, capture_output=True, text=True, check=True)
     first, times, why, left, memory, sure, to_try, *_ = done.stdout.splitlines()
-    assert "what is left: " in left and "kernels" in left and "to try: another launch setting" in to_try
+    assert "where the time goes: " in left and "kernels" in left and "to try: launch setting " in to_try
     assert first == "jit_train_step: two strands over 8 layers, 4 micro-batches"
-    assert " x), against the same micro-batched step" in times and " ms" in why
+    assert " x), compared with the same micro-batched step" in times and " ms" in why
     assert "peak memory" in memory and "profile of H200 with link nvlink" in sure

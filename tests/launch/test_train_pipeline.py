@@ -46,17 +46,17 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--pp=3"], "--pp 3 stages do not divide the 8 devices"),
-        (["--pp=2", "--mesh=dp=4,tp=4"], "a mesh of pp 2 x dp 4 x tp 4 needs 32 devices, and there are 8"),
+        (["--pp=3"], "--pp 3 does not divide the 8 devices"),
+        (["--pp=2", "--mesh=dp=4,tp=4"], "a mesh of pp 2 x dp 4 x tp 4 needs 32 devices, but there are 8"),
         (["--pp=4", "--mesh=dp=1,tp=2"], "4 layers do not fill 8 chunks on 4 stages"),
-        (["--pp=2", "--mesh=dp=1,tp=4", "--seq=20"], "does not divide by tp x pp 8; use a sequence length that does"),
-        (["--pp=2", "--verify"], "compare losses with those of a run without --pp"),
+        (["--pp=2", "--mesh=dp=1,tp=4", "--seq=20"], "is not divisible by tp x pp 8; use a sequence length that is"),
+        (["--pp=2", "--verify"], "compare losses with a run without --pp"),
         (["--pipeline=1f1b"], "--pipeline needs --pp"),
         (["--sends_beside"], "--sends_beside needs --pp"),
         (["--pp=2", "--mesh=dp=4", "--pipeline=1f1b", "--sends_beside"], '"interleaved_si", not of "1f1b"'),
         (["--chunks_per_stage=4"], "--chunks_per_stage needs --pp"),
         (["--pp=2", "--mesh=dp=4", "--chunks_per_stage=4"], '"interleaved", not of "w": leave it out'),
-        (["--mesh=pp=2"], "stages of a pipeline are --pp"),
+        (["--mesh=pp=2"], "the number of pipeline stages is --pp"),
     ],
 )
 def test_bad_options_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

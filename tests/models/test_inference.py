@@ -127,5 +127,5 @@ def test_a_layer_has_two_all_reduces_and_no_other_collective() -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_one_clear_error() -> None:
-    with pytest.raises(ValueError, match="room for 4 tokens, and there are 5; give more capacity"):
+    with pytest.raises(ValueError, match="room for 4 tokens, but there are 5; give more capacity"):
         prefill(CONFIG, params(True), tokens()[:, :PROMPT], 4, SINGLE_DEVICE)

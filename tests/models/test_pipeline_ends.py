@@ -107,5 +107,5 @@ def test_a_mesh_with_stages_keeps_tp_innermost() -> None:
     assert list(mesh.devices[0, 0]) == devices[:2]
     assert list(mesh.devices[1].flat) == devices[4:8]
     assert make_mesh(2, 2, devices).axis_names == ("dp", "tp")
-    with pytest.raises(ValueError, match="pp 4 x dp 2 x tp 2 needs 16 devices, and there are 8"):
+    with pytest.raises(ValueError, match="pp 4 x dp 2 x tp 2 needs 16 devices, but there are 8"):
         make_mesh(2, 2, devices, pp=4)

@@ -1,7 +1,7 @@
-"""Golden tests of passes on HLO text: run passes, FileCheck what comes out, execute both programs on the CPU.
+"""Golden tests of passes on HLO text: run passes, FileCheck the output, execute both programs on the CPU.
 
-A golden file (tests/testdata/<pass>/*.hlo) is an HLO module with `// CHECK` lines between its computations, which
-stand in the order of the output: callee before caller. Layouts are dropped from the output before the check.
+A golden file (tests/testdata/<pass>/*.hlo) is an HLO module with `// CHECK` lines between its computations. The CHECK
+lines follow the order of the output: callee before caller. Layouts are dropped from the output before the check.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def files(folder: str) -> list[str]:
 
 
 def read(name: str, edits: Mapping[str, str] | None = None) -> str:
-    """A golden file; `edits` replaces lines or parts of them, each of which must be there exactly once."""
+    """Reads a golden file. `edits` replaces pieces of text, each of which must occur exactly once."""
     text = (TESTDATA / name).read_text()
     for old, new in (edits or {}).items():
         assert text.count(old) == 1, f"{name} holds {text.count(old)} times {old!r}"
@@ -44,9 +44,10 @@ def read(name: str, edits: Mapping[str, str] | None = None) -> str:
 
 
 def run(text: str, *passes: Pass) -> tuple[HloModule, HloModule, PassReport]:
-    """The module before and after `passes`, the same object where none changed it, and the report of the last one.
+    """Runs `passes`. Returns the module before and after (the same object if unchanged), and the last pass's report.
 
-    Raises DhelixError where a pass refuses.
+    Raises:
+      DhelixError: a pass refuses.
     """
     before = HloModule.from_text(text)
     changed, report = PassManager(passes, strict=True).run(Stage.LOWERED, before.to_bytes())
@@ -54,7 +55,7 @@ def run(text: str, *passes: Pass) -> tuple[HloModule, HloModule, PassReport]:
 
 
 def check(name: str, *passes: Pass, edits: Mapping[str, str] | None = None, prefix: str = "CHECK") -> PassReport:
-    """Runs `passes` on a golden file, FileChecks the result, and compares what both programs compute."""
+    """Runs `passes` on a golden file, FileChecks the result, and compares the results of both programs."""
     before, after, report = run(read(name, edits), *passes)
     filecheck(printed(after), name, prefix)
     assert_same_results(before, after)
@@ -62,12 +63,12 @@ def check(name: str, *passes: Pass, edits: Mapping[str, str] | None = None, pref
 
 
 def printed(module: HloModule) -> str:
-    """HLO text without layouts and without comments that count tuple elements."""
+    """HLO text without layouts and without the comments that number tuple elements."""
     return re.sub(r"(?<=\])\{[\d,]*\}|/\*index=\d+\*/", "", module.to_text())
 
 
 def filecheck(output: str, name: str, prefix: str = "CHECK") -> None:
-    """Raises AssertionError with FileCheck's words and the whole output."""
+    """Raises AssertionError with FileCheck's message and the whole output."""
     options = Options(match_filename=str(TESTDATA / name), check_prefixes=[prefix])
     matcher = Matcher(options, FInput(name, output), Parser.from_opts(options))
     matcher.stderr = io.StringIO()
@@ -75,13 +76,13 @@ def filecheck(output: str, name: str, prefix: str = "CHECK") -> None:
 
 
 def assert_same_results(before: HloModule, after: HloModule) -> None:
-    """Bit equality, on small whole numbers: sums and products of those are exact in whatever order."""
+    """Compares bit by bit. The inputs are small whole numbers, whose sums and products are exact in any order."""
     for old, new in zip(execute(before), execute(after), strict=True):
         np.testing.assert_array_equal(old, new)
 
 
 def execute(module: HloModule) -> list[np.ndarray]:
-    """Results of the entry computation, which returns a tuple, on small whole numbers."""
+    """Results of the entry computation, which must return a tuple, for small whole numbers."""
     draw = np.random.default_rng(0)
     arguments = [
         jnp.asarray(draw.integers(-3, 4, p.shape.dimensions), _dtype(p.shape)) for p in module.entry.parameters

@@ -1,4 +1,4 @@
-"""Lowered programs, executed by StableHLO's reference interpreter: in milliseconds, rounded after each operation."""
+"""Runs lowered programs in StableHLO's reference interpreter: in milliseconds, with rounding after each operation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dhelix.passes import jax_compat
 
 
 def interpret(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> list[np.ndarray]:
-    """Results, in the order of the leaves, by the reference interpreter."""
+    """Results in the order of the output's leaves."""
     stablehlo.register_stablehlo_passes()
     module = jax_compat.stablehlo_module(lowered)
     with module.context, ir.Location.unknown():
-        # The interpreter knows no `dot`, which HLO's converter makes, only `dot_general`.
+        # HLO's converter makes `dot`, but the interpreter knows only `dot_general`.
         modern = "builtin.module(func.func(stablehlo-legalize-deprecated-ops{fail-on-unused=false}))"
         passmanager.PassManager.parse(modern).run(module.operation)
         leaves = [ir.DenseElementsAttr.get(np.asarray(x)) for x in jax.tree.leaves(arguments)]

@@ -1,9 +1,9 @@
-"""Partitioned HLO, which no program of JAX lowers to: out of the GPU compiler, and on CPU devices.
+"""Partitioned HLO, which JAX does not lower to: taken from the GPU compiler, and executed on CPU devices.
 
-    module = of_gpus(jax.jit(step).lower(...))            what passes at PRE_SCHEDULER get
-    results = execute(module, arguments)                  what each device computes
+    module = of_gpus(jax.jit(step).lower(...))            the module that passes get at PRE_SCHEDULER
+    results = execute(module, arguments)                  the results of each device
 
-CPUs have no such stage, but they execute what one device does as the body of a `shard_map` over all of them.
+The CPU compiler has no such stage. But CPUs execute one device's program as the body of a `shard_map` over all devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "s32": jnp.int32, "pred": j
 
 
 def of_gpus(lowered: jax.stages.Lowered) -> bytes:
-    """The module that passes get at PRE_SCHEDULER, where the compilation ends."""
+    """The module that passes get at PRE_SCHEDULER. Without a GPU, the compilation may fail after that stage."""
     found: list[bytes] = []
 
     def take(stage: Stage, module: bytes) -> None:
@@ -45,17 +45,17 @@ def of_gpus(lowered: jax.stages.Lowered) -> bytes:
 
 
 def execute(module: HloModule, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Results of the entry, which returns a tuple, on each device.
+    """Results of the entry, which must return a tuple, on each device.
 
     Args:
-      module: stays as it is.
-      arguments: [devices, ...], what each device has of each parameter.
+      module: the partitioned module; it is not changed.
+      arguments: for each parameter, its values on all devices, [devices, ...].
     """
     devices = jax.devices("cpu")[: len(arguments[0])]
     results = [(1, *s.dimensions) for s in module.entry.root.shape.tuple_shapes]
     kinds = [_DTYPES[shapes.type_name(s)] for s in module.entry.root.shape.tuple_shapes]
 
-    def body(*arguments: jax.Array) -> Any:  # of the same signature; what it does is replaced
+    def body(*arguments: jax.Array) -> Any:  # only its signature matters; its computation is replaced
         used = sum(jnp.ravel(a)[0].astype(jnp.float32) for a in arguments)
         return [jnp.full(size, used, kind) for size, kind in zip(results, kinds, strict=True)]
 
@@ -80,7 +80,7 @@ def execute(module: HloModule, arguments: Sequence[np.ndarray]) -> list[np.ndarr
 
 
 def _fill(computation: Computation) -> None:
-    """CPUs have no buffers that hold nothing, which GPUs begin stacks of residuals with: zeros instead."""
+    """Replaces uninitialized buffers by zeros. On GPUs, stacks of residuals begin with them; CPUs have none."""
     builder = Builder(computation)
     for buffer in [i for i in computation.instructions if i.proto.custom_call_target == "AllocateBuffer"]:
         zero = builder.make("constant", shapes.scalar(buffer.shape.element_type))
@@ -91,7 +91,7 @@ def _fill(computation: Computation) -> None:
 
 
 def whole_numbers(module: HloModule, devices: int) -> list[np.ndarray]:
-    """Small ones for each parameter of the entry; those with a sharding are whole on all devices."""
+    """Small whole numbers for each parameter of the entry; parameters with a sharding are equal on all devices."""
     draw, found = np.random.default_rng(0), []
     for parameter in module.entry.parameters:
         values = draw.integers(-3, 4, (devices, *parameter.shape.dimensions))

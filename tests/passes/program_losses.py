@@ -1,4 +1,4 @@
-"""Losses of the generated train steps: layers, stacks of layers, and what hangs on them."""
+"""Losses of the generated train steps: layers, stacks of layers, and auxiliary parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parameter_shapes(p: Program) -> dict[str, tuple[int, ...]]:
 
 
 def last_layers(p: Program) -> str:
-    """Weights whose gradient the backward layer loop makes; that of the head belongs to the forward part."""
+    """Weights whose gradient the backward layer loop makes. The head's gradient belongs to the forward part."""
     return "w2" if p.stack == "frozen" else "w"
 
 
@@ -89,7 +89,7 @@ def _loss(p: Program, params: Any, batch: Any, state: Any, constants: Any) -> tu
 
 
 def _stack(p: Program, params: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Output of the layers, auxiliary loss, and what each layer returns beside its output."""
+    """Output of the layers, auxiliary loss, and the other outputs of each layer."""
     layer = _checkpointed_layer(p)
     carry = {"x": x}
     if p.auxiliary == "carried":
@@ -130,11 +130,14 @@ def _checkpointed_layer(p: Program) -> Callable[..., jax.Array]:
 
 
 def _second_stack(p: Program, params: Any, encoded: jax.Array, outputs: Any) -> jax.Array:
-    """Layers that are not frozen; or a decoder's: all read the encoder's result, or one each of its layers'."""
+    """The second stack: layers that are not frozen, or a decoder.
+
+    Decoder layers read the encoder's result ("encoder_decoder"), or one encoder layer's output each ("skipping").
+    """
 
     def body(x: jax.Array, xs: Any) -> tuple[jax.Array, None]:
         (w, b), skipped = xs
-        if p.stack == "skipping":  # less work than a layer of the encoder, but its backward pass more
+        if p.stack == "skipping":  # less work than an encoder layer, but more in the backward pass
             return (x @ w + b) * skipped, None
         x = _layer(p, x, w, b, None)
         return (x + encoded if p.stack == "encoder_decoder" else x), None
@@ -178,10 +181,10 @@ def _run_layers(p: Program, body: Callable[..., Any], carry: Any, weights: Any, 
 
 
 def _with_own_backward(stack: str, x: jax.Array, weights: Any) -> tuple[jax.Array, jax.Array]:
-    """Layers with a backward pass of their own, which reads what they return; not their true gradient.
+    """Layers with their own backward pass, which reads the layers' outputs and is not their true gradient.
 
-    "same_way": it goes through them in the order of the forward pass.
-    "buffered": in the opposite one; but forward reads the results of the layers before, as it stores its own.
+    "same_way": backward visits the layers in the order of the forward pass.
+    "buffered": backward visits them in the opposite order, but forward reads earlier results while it stores its own.
     """
 
     def body(carry: Any) -> Any:
@@ -237,7 +240,7 @@ def _layer(p: Program, x: jax.Array, w: jax.Array, b: jax.Array, key: jax.Array 
             y = jax.nn.softmax(scores, axis=-1) @ x
         case "cond":
             y = jax.lax.cond(jnp.sum(h) > 0, jnp.tanh, lambda h: h * 0.5, h)
-        case "search":  # how many trips depends on the data
+        case "search":  # its trip count depends on the data
             size = jax.lax.stop_gradient(jnp.sum(jnp.abs(h)).astype(jnp.float32))
             scale = jax.lax.while_loop(lambda s: s * size > 1, lambda s: s * 0.5, jnp.float32(1))
             y = h * scale.astype(h.dtype)
@@ -245,7 +248,7 @@ def _layer(p: Program, x: jax.Array, w: jax.Array, b: jax.Array, key: jax.Array 
             y = jnp.tanh(jnp.take_along_axis(h, jnp.argsort(jax.lax.stop_gradient(h), axis=0), axis=0))
         case "custom":
             y = _cubic(h / 4)
-        case "plain":  # returns what it keeps for backward, and has more work than a layer that skips to it
+        case "plain":  # its output is its residual, and it has more work than a "skipping" layer
             return jnp.exp(jnp.tanh(jnp.tanh(h) @ w) @ w)
         case "recurrent":
             y = jax.lax.scan(lambda s, row: (jnp.tanh(s + row), s), jnp.zeros_like(h[0]), h)[1]

@@ -1,10 +1,10 @@
 """Small train steps of every kind that the strand passes have to keep exact.
 
-A `Program` names one step by its features, `build` makes it. Its `repr` is all that is needed to make it again, so
-that a failure which hypothesis has shrunk is one line of a regression test.
+A `Program` names one step by its features, and `build` makes the step. The `repr` of a `Program` is enough to make it
+again, so a failure that hypothesis has shrunk is one line of a regression test.
 
-The step: a loop over micro-batches of `jax.value_and_grad(loss)`, then an SGD update. Shapes are tiny: the structure of
-the program is tested, not its arithmetic.
+The step: a loop over micro-batches of `jax.value_and_grad(loss)`, then an SGD update. Shapes are tiny, because the
+tests are about the structure of the program, not its arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes.program_losses import DTYPES, ROWS, WIDTH, WORDS
 
 LOOPS = ("scan", "reverse", "indexed", "twice", "fori", "countdown")
-WRITTEN_OUT = ("twice", "python", "unrolled")  # by `unroll=`, or by Python
+WRITTEN_OUT = ("twice", "python", "unrolled")  # unrolled by `unroll=`, or by Python
 OPTAX_LOOPS = ("optax_sum", "optax_mean", "optax_running_mean")
 GRADIENTS = ("", "second_loss", "per_example", "jitted")
 CARRIES = (
@@ -36,7 +36,7 @@ REFUSED = ("loss_scale", "parameters", "gated", "dynamic")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Features of a train step; the defaults make the plainest one. Strings are of the tuples here and in losses."""
+    """Features of a train step; the defaults make the plainest one. The tuples here and in `losses` list strings."""
 
     microbatches: int = 2
     loop: str = "scan"
@@ -49,19 +49,19 @@ class Program:
     dropout: str = ""
     auxiliary: str = ""
     gradient: str = ""
-    """How a micro-batch is differentiated: also a second time with another batch, by example, in a `jit` of its own."""
+    """How a micro-batch is differentiated: also a second time with another batch, per example, or in its own `jit`."""
     accumulation: str = "sum"
     carries: tuple[str, ...] = ()
-    """What else the loop carries from one micro-batch to the next."""
+    """Other values that the loop carries from one micro-batch to the next."""
     metrics: tuple[str, ...] = ()
-    """What the loop returns for each micro-batch."""
+    """Values that the loop returns for each micro-batch."""
     dtype: str = "f32"
     half_parameters: bool = False
-    """Parameters are of `dtype`, and their gradients, accumulated in float32; otherwise the loss casts them."""
+    """Parameters and their gradients have `dtype`, and sums are in float32. Otherwise the loss casts parameters."""
     tokens: bool = False
-    """Integer inputs, and the embedding once more before the loss."""
+    """Integer inputs; the loss uses the embedding a second time."""
     constants: bool = False
-    """Masks and angles of nothing but constants and loop invariants, which forward and backward use."""
+    """Masks and angles that depend only on constants and loop invariants; forward and backward use them."""
     evaluation: bool = False
     """A second loop over the micro-batches, without gradients."""
     steps: str = "once"
@@ -69,7 +69,7 @@ class Program:
     infinite: bool = False
     """One input is infinite, and NaNs spread from it."""
     refused: str = ""
-    """What makes the step one that must not be interleaved."""
+    """The feature for which the step must not be interleaved."""
 
     def __repr__(self) -> str:
         values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
@@ -77,10 +77,10 @@ class Program:
 
 
 def legal(program: Program) -> Program:
-    """`program` without what cannot be.
+    """`program` without impossible combinations.
 
-    Optax's loop carries no state, one that is unrolled by two has to remain a loop, and layers with a backward pass of
-    their own have no second derivative.
+    Optax's loop carries no state, a loop unrolled by two must remain a loop, and layers with their own backward pass
+    have no second derivative.
     """
     changes: dict[str, Any] = {}
     if program.loop in OPTAX_LOOPS:
@@ -95,7 +95,7 @@ def legal(program: Program) -> Program:
 
 
 def build(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step, to be jitted, and its arguments: parameters, batch, number of micro-batches; float32 and int32."""
+    """The step, to be jitted, and its arguments in float32 and int32: parameters, batch, number of micro-batches."""
     stored = DTYPES[program.dtype] if program.half_parameters else jnp.float32
 
     def step(parameters: Any, batch: Any, count: Any) -> Any:
@@ -137,7 +137,7 @@ def _batch(p: Program) -> dict[str, np.ndarray]:
 
 
 def _step(p: Program, params: Any, batch: Any, count: Any) -> tuple[Any, Any]:
-    """New parameters, and everything that the loop computed."""
+    """New parameters, and all other values that the loop computed."""
     constants = jnp.sin(params["head"][0, 0] * jnp.arange(WIDTH))
     differentiate = _differentiation(p, constants)
     if p.loop in OPTAX_LOOPS:
@@ -227,7 +227,7 @@ def _python_loop(p: Program, body: Callable[..., Any], state: Any, batch: Any) -
 
 
 def _loop_without_outputs(p: Program, body: Callable[..., Any], state: Any) -> tuple[Any, Any]:
-    """`fori_loop`, or a `while_loop` counting down; what a scan would stack is written slot by slot."""
+    """`fori_loop`, or a `while_loop` that counts down. Outputs that a scan would stack are written slot by slot."""
     shapes = jax.eval_shape(body, state, jnp.int32(0))[1]
     outputs = jax.tree.map(lambda s: jnp.zeros((p.microbatches, *s.shape), s.dtype), shapes)
 
@@ -267,13 +267,13 @@ def _initial_state(p: Program, params: Any) -> dict[str, Any]:
 
 
 def _next_forward_state(state: dict[str, Any], inputs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What forward reads now, and the state with what needs no gradient updated."""
+    """The state that forward reads now, and the state with all values updated that need no gradient."""
     current, state = dict(state), dict(state)
     if "key" in state:
         state["key"], current["key"] = jax.random.split(state["key"])
     if "counter" in state:
         state["counter"] += 1
-    if "history" in state:  # one that is handed on twice before forward reads it
+    if "history" in state:  # a value is handed on twice before forward reads it
         _, newer, newest = state["history"]
         state["history"] = newer, newest, jnp.mean(inputs["x"], axis=0)
     return current, state

@@ -19,7 +19,7 @@ from dhelix.tests.passes.schedules import Done, Op, Program, Start, build
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program and the rates of its pairs: by compute, collective, and how they meet (`Costs.rates`)."""
+    """A program and the rates of its pairs: by compute, collective, and kind of overlap (see `Costs.rates`)."""
 
     program: Program
     results: list[str]
@@ -33,7 +33,7 @@ class Case:
 
 
 class KnownRates(Costs):
-    """Costs with rates of pairs, as those of a profile."""
+    """Costs with given rates of pairs, as from a profile."""
 
     def __init__(self, costs: Mapping[Instruction, Cost], rates: Mapping, in_step: InStep) -> None:
         profile = Profile("H200", "nvlink")
@@ -48,7 +48,7 @@ class KnownRates(Costs):
 
 
 def random_case(draw: random.Random) -> Case:
-    """Two chains with a collective each, sometimes another in one, and a product that nothing waits for."""
+    """Two chains with a collective each, sometimes a second one in chain a, and a product without users."""
 
     def micro() -> float:
         return 1e-5 * draw.randint(2, 20)
@@ -79,7 +79,7 @@ def unlimited(module: HloModule) -> Limits:
 
 
 def all_orders(sequence: Sequence[Instruction], before: Mapping[Instruction, set[Instruction]]) -> Iterator[list]:
-    """Every legal order of what is left; what takes no time at all comes at once."""
+    """All legal orders of `sequence`. Parameters and tuples take no time, so they come as early as possible."""
     if not sequence:
         yield []
         return

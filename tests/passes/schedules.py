@@ -1,8 +1,7 @@
-"""Small scheduled programs for tests of timelines and schedulers, written as lists or drawn at random.
+"""Small scheduled programs for tests of timelines and schedulers, given as lists or drawn at random.
 
-An operation computes (`Op`) or is a pair (`Start`, `Done`). Values are arrays of any size; an operation in
-place writes over its first operand, which nothing may read after it. `runs_rightly` executes an order
-symbolically.
+An operation is compute (`Op`) or a pair (`Start`, `Done`). Values are arrays of any size. An operation in place
+overwrites its first operand, which nothing may read after it. `runs_rightly` executes an order symbolically.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ condition {
   ROOT more = pred[] compare(i, k), direction=LT
 }
 """
-"""A loop body with a pair in it, and its condition, to stand before an entry computation."""
+"""A loop body with a pair in it, and its condition; to be followed by an entry computation."""
 
 
 def temporaries(compiled: jax.stages.Compiled) -> int:
-    """Bytes that the compiler gives a program beside its arguments and results."""
+    """Bytes of memory that the compiler allocates in addition to arguments and results."""
     analysis = compiled.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
@@ -46,7 +45,7 @@ def temporaries(compiled: jax.stages.Compiled) -> int:
 
 @dataclass(frozen=True)
 class Op:
-    """Compute of `seconds` that makes `size` floats from `operands`."""
+    """Compute that takes `seconds` and makes `size` floats from `operands`."""
 
     name: str
     seconds: float
@@ -57,7 +56,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Start:
-    """A collective of `seconds`; its done is called `<name>_done` and makes `size` floats."""
+    """A collective that takes `seconds`. Its done is named `<name>_done` and makes `size` floats."""
 
     name: str
     seconds: float
@@ -111,7 +110,7 @@ def build(program: Program, results: Sequence[str]) -> tuple[HloModule, dict[Ins
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[Program, list[str]]:
-    """A program and its results: up to 14 operations with pairs, sizes and updates in place."""
+    """A program and its results: up to 14 operations, with pairs, various sizes and updates in place."""
     program: list[Op | Start | Done] = []
     readable = ["p"]
     under_way: list[Start] = []
@@ -144,7 +143,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, list[str]]:
 
 
 def runs_rightly(program: Program, order: Sequence[Instruction]) -> bool:
-    """Whether every operand still holds its value when it is read, and until a collective is done with it."""
+    """True if every operand holds its value when it is read, and until a collective that reads it ends."""
     in_place = {s.name for s in program if isinstance(s, Op) and s.in_place}
     dead: set[str] = set()
     reading: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A small scheduled program of two strands, as XLA would write it: gathers, products, a sum that floats.
+"""A small scheduled program of two strands, as XLA would schedule it: gathers, products, a sum without fixed place.
 
 `text(turned=True)` is the same program in another schedule and with other names.
 """

@@ -14,7 +14,7 @@ FORWARD = [Op("f1", 1.0, ("p",)), Start("fg", 4.0, "f1"), Done("fg"), Op("f2", 4
 BACKWARD = [Op("b1", 4.0, ("p",)), Start("bg", 4.0, "b1"), Done("bg"), Op("b2", 1.0, ("bg_done",))]
 BOTH = [*FORWARD, *BACKWARD]
 
-# A gather of one strand that could lie under the product of the other.
+# A gather of one strand that could run under the product of the other.
 PRODUCTS = """HloModule m, is_scheduled=true
 gather {
   q = bf16[2048,4096] parameter(0)
@@ -31,7 +31,7 @@ ENTRY e {
   ROOT result = (bf16[8192,4096], bf16[8192,4096]) tuple(forward, backward)
 }"""  # noqa: E501
 
-# Two gathers that both lie under one product: with one in flight at a time, one of them does not.
+# Two gathers that can both run under one product, but not if only one may be in flight.
 TOGETHER = """HloModule m, is_scheduled=true
 gather {
   q = bf16[2048,4096] parameter(0)
@@ -55,7 +55,7 @@ ENTRY e {
 
 
 def limits_of(module: HloModule, slack: float = 0.0) -> Limits:
-    """Without peer-to-peer, and `slack` more memory than the entry needs."""
+    """Limits of a GPU without peer-to-peer, with a fraction `slack` more memory than the entry's peak."""
     memory = Memory(module)
     peak = memory.peak(module.entry, module.schedule[module.entry])
     return Limits(H200_NO_P2P, int(peak * (1.0 + slack)), memory)
@@ -63,7 +63,7 @@ def limits_of(module: HloModule, slack: float = 0.0) -> Limits:
 
 @st.composite
 def two_strands(draw: st.DrawFn) -> tuple[Program, list[str]]:
-    """Two random programs, one after the other."""
+    """Two random programs, one after the other, and the results of both."""
     program, results = draw(programs())
     other, more = draw(programs())
 

@@ -66,5 +66,5 @@ def test_groups_span_nodes() -> None:
     ],
 )
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(DhelixError, match="is no key"):
+    with pytest.raises(DhelixError, match="is not the key"):
         keys.parse(text)

@@ -1,4 +1,4 @@
-"""Several processes on CPU devices that form a job, each running the same program."""
+"""Runs a job of several processes on CPU devices, all with the same program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT = 120.0  # seconds
 
 
 class Ended(NamedTuple):
-    """How a process ended, and what it wrote."""
+    """Exit status of a process, and what it wrote."""
 
     status: int
     output: str
@@ -30,12 +30,12 @@ def free_port() -> int:
 def run(
     program: str, *arguments: object, devices: int = 1, environments: Sequence[Mapping[str, str]] = ({}, {})
 ) -> list[Ended]:
-    """Runs a program in each process, until all have ended.
+    """Runs a program in each process until all have ended.
 
     Args:
-      program: Python; its arguments are the process's number, a free port, and `arguments`.
-      devices: of each process.
-      environments: of each process, one for each, beside this one's.
+      program: Python code; its arguments are the process's number, a free port, and `arguments`.
+      devices: number of devices per process.
+      environments: one per process, in addition to this process's environment.
     """
     port = free_port()
     shared = {
@@ -55,7 +55,8 @@ def run(
         for number, environment in enumerate(environments)
     ]
     try:
-        with ThreadPoolExecutor(len(processes)) as pool:  # one that is not read stops at a full pipe, and then all do
+        # a process stops when its pipe is full, and then all stop, so all pipes are read
+        with ThreadPoolExecutor(len(processes)) as pool:
             results = list(pool.map(lambda process: process.communicate(timeout=_TIMEOUT), processes))
     finally:
         for process in processes:
@@ -64,7 +65,7 @@ def run(
 
 
 def outputs(program: str, *arguments: object, **options: object) -> list[str]:
-    """What each process prints, once all have ended well; arguments as of `run`."""
+    """Runs a program as `run` does, asserts that all processes succeed, and returns what they printed."""
     ended = run(program, *arguments, **options)  # type: ignore[arg-type]
     for one in ended:
         assert one.status == 0, one.errors[-3000:]

@@ -1,4 +1,4 @@
-"""Small train-step-like programs, one for each thing that a round trip through HLO must keep.
+"""Small programs like train steps, one for each property that a round trip through HLO must keep.
 
 Each entry of PROGRAMS makes (jitted function, arguments) on 8 devices.
 """
@@ -86,7 +86,7 @@ def automatic_step() -> Program:
 
 @program
 def unspecified_shardings() -> Program:
-    """Shardings come from the arguments only; XLA chooses those of the results."""
+    """The arguments have shardings; XLA chooses those of the results."""
     m = mesh()
 
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -145,7 +145,7 @@ def explicit_axes() -> Program:
 
 @program
 def host_callbacks() -> Program:
-    """A pure callback whose value counts, and an unordered print."""
+    """A pure callback whose value is used, and an unordered print."""
 
     def step(x: jax.Array) -> jax.Array:
         def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -188,7 +188,7 @@ def custom_derivatives() -> Program:
 
 @program
 def dropped_arguments() -> Program:
-    """Arguments that the program does not read are dropped; keyword arguments, dictionaries, None."""
+    """Arguments that the program does not read, which are dropped; keyword arguments, dictionaries, None."""
 
     def step(state: Any, unused: jax.Array, *, scale: jax.Array) -> Any:
         return {"w": state["w"] * scale, "none": state["none"]}, state["w"].sum()
@@ -212,7 +212,7 @@ def dtypes_and_sorting() -> Program:
 
 @program
 def single_result() -> Program:
-    """One result and no tuple; one device."""
+    """One result that is not in a tuple, on one device."""
     return jax.jit(lambda x: jnp.tanh(x) @ x), (array(8, 8),)
 
 

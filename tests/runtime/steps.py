@@ -1,7 +1,7 @@
 """Train steps of a small model on 8 devices: plain pytrees, Optax, Flax Linen, Flax NNX.
 
-Each entry of STEPS makes (step, state, batch); `step(state, batch) -> (state, metrics)` takes its gradients
-with dhelix's value_and_grad.
+Each entry of STEPS makes (step, state, batch). `step(state, batch) -> (state, metrics)` takes its gradients with
+dhelix's value_and_grad.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def weights() -> jax.Array:
 
 
 def squared_error(w: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    """A scan over layers, so that there is a forward and a backward loop."""
+    """A scan over layers gives a forward and a backward loop."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x @ w), None
@@ -146,9 +146,9 @@ def nnx_split_state() -> Step:
 
 
 def of_two_layers(mesh: Mesh, **options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
-    """A decorated step of two layers and four micro-batches over a mesh with axis `dp`, and arguments without values.
+    """A decorated step of two layers and four micro-batches over a mesh with axis `dp`, and abstract arguments.
 
-    As two strands it needs more memory than plain and 3 %: its layers hold little, and dx crosses beside them.
+    With two strands it needs more memory than the plain step plus 3 %: its layers hold little, and dx also crosses.
     """
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:

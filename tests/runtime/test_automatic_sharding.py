@@ -1,6 +1,6 @@
-"""Collective matmuls under automatic sharding: programs of XLA's GPU partitioner, looked at and run on CPU devices.
+"""Collective matmuls under automatic sharding: programs of XLA's GPU partitioner, inspected and run on CPU devices.
 
-The module that passes get at PRE_SCHEDULER is taken out of a compilation for GPUs, goes through the passes, and runs
+The module that passes get at PRE_SCHEDULER is taken from a compilation for GPUs. It goes through the passes, and runs
 as the body of a `shard_map` over CPU devices.
 """
 
@@ -40,7 +40,7 @@ Tree = Any
 def step(mesh: Mesh, whole: bool) -> Callable[[Tree, jax.Array], Any]:
     """Loss and gradients of layers whose users annotate the residual stream and the hidden layer.
 
-    `whole`: also what is multiplied and what is summed; so the partitioner gathers before the norm's weights.
+    `whole`: also annotates operands and sums of products, so the partitioner gathers before the norm's weights.
     """
 
     def annotate(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -57,7 +57,7 @@ def step(mesh: Mesh, whole: bool) -> Callable[[Tree, jax.Array], Any]:
 
 
 def of_step(whole: bool) -> bytes:
-    """Its partitioned module."""
+    """The partitioned module of the step."""
     mesh = deviceless.mesh(AXES)
 
     def abstract(size: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -85,7 +85,7 @@ def of_llama() -> bytes:
 
 
 def transformed(module: bytes, form: str = "ring") -> tuple[HloModule, Counter[str]]:
-    """The module after the passes, and what was replaced: kinds of sites."""
+    """The module after the passes, and the number of replaced sites by kind."""
     passes = collective_matmul_passes(list(deviceless.mesh(AXES).devices.flat), form)
     new, report = PassManager(passes, strict=True).run(Stage.PRE_SCHEDULER, module)
     assert new is not None
@@ -96,19 +96,19 @@ def transformed(module: bytes, form: str = "ring") -> tuple[HloModule, Counter[s
 
 
 def test_every_site_of_a_llama_is_found() -> None:
-    """Two of either kind in a layer forward and backward, and the head's, as in a shard_map."""
+    """Two sites of either kind per layer, forward and backward, and the head's, as in a shard_map."""
     _, made = transformed(of_llama())
     assert (made["all_gather_matmul"], made["matmul_reduce_scatter"]) == (5, 5)
 
 
 def test_sites_between_annotated_residuals_are_found() -> None:
-    """Forward and backward. The partitioner gathers the cotangent again for the weight's gradient."""
+    """In forward and backward. The partitioner gathers the cotangent again for the weight's gradient."""
     _, made = transformed(of_step(whole=False))
     assert (made["all_gather_matmul"], made["matmul_reduce_scatter"]) == (2, 2)
 
 
 def test_the_same_is_computed() -> None:
-    """By the user's program, by the partitioned one, and by that with collective matmuls."""
+    """The user's program, the partitioned one, and the one with collective matmuls."""
     module = of_step(whole=True)
     after, made = transformed(module)
     assert (made["all_gather_matmul"], made["matmul_reduce_scatter"]) == (2, 2)
@@ -127,7 +127,7 @@ def test_the_same_is_computed() -> None:
 
 
 def shards(mesh: Mesh, spec: PartitionSpec, value: np.ndarray) -> np.ndarray:
-    """[devices, ...], as a program over `mesh` has them."""
+    """[devices, ...]: the value as the devices of `mesh` hold it."""
     return of_devices(mesh, jax.device_put(value, NamedSharding(mesh, spec)))
 
 

@@ -1,4 +1,4 @@
-"""Two processes: decoration starts no device, and a step with arrays over both runs and verifies."""
+"""Two processes: decoration initializes no device, and a step with arrays over both runs and verifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decorated step trains as the plain one does, whatever the state is made of."""
+"""A decorated step trains as the plain one does, with any kind of state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_own_loop_is_used_as_it_stands_to_the_last_bit() -> None:
 
 
 def test_step_without_a_backward_pass_runs_as_it_is(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "_said", set())  # another test may have been told the same
+    monkeypatch.setattr(manager, "_said", set())  # another test may have logged the same
 
     def evaluate(w: jax.Array, batches: Any) -> jax.Array:
         return jax.lax.map(lambda one: squared_error(w, one), batches)

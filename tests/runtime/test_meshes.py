@@ -1,4 +1,4 @@
-"""Meshes of explicit axes, axes that a `shard_map` leaves to the partitioner, and a `shard_map` inside of the loop."""
+"""Meshes of explicit axes, axes that a `shard_map` leaves to the partitioner, and a `shard_map` inside the loop."""
 
 import contextlib
 from collections.abc import Callable
@@ -72,13 +72,13 @@ def summed(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 
 
 def mapped(**options: Any) -> Callable[..., jax.Array]:
-    """A layer's products as one operation of its own, as attention kernels and experts are often written."""
+    """A layer's products as one shard_map, as attention kernels and experts are often written."""
     rows = P() if "axis_names" in options else P("dp")
     return jax.shard_map(summed, mesh=AUTO, in_specs=(rows, P(None, "tp"), P("tp")), out_specs=rows, **options)
 
 
 def manual_over_dp(params: Params, rows: jax.Array) -> Any:
-    """The loop under `shard_map` over one axis; the partitioner has the other."""
+    """The loop is in a `shard_map` over one axis; the partitioner handles the other."""
 
     def local(params: Params, rows: jax.Array) -> Any:
         loss = over_layers(lambda x, up, down: jnp.tanh(x @ up) @ down)

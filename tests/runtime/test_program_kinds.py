@@ -1,8 +1,8 @@
 """Every kind of program that the passes handle: plain against interleaved over five optimizer steps on 8 devices.
 
-The user's own loop is kept, so no addition changes its place: equal to the last bit. XLA may still round differently
-where it fuses or partitions the two programs differently (16-bit types, unrolled or grouped layers, automatic
-sharding); there each leaf agrees to 1e-6 of its largest magnitude, 16-bit programs to two units of bfloat16.
+The user's own loop stays, so additions keep their order, and results are equal to the last bit. XLA may still round
+differently if it fuses or partitions the two programs differently (16-bit types, unrolled or grouped layers, automatic
+sharding). Then each leaf agrees to 1e-6 of its largest magnitude, and 16-bit programs to two units of bfloat16.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ SPECS = {"embedding": P(), "head": P(), "up": P(None, None, "tp"), "down": P(Non
 
 @dataclass(frozen=True)
 class Kind:
-    """One program: how micro-batches and layers are looped over, and what the layers do."""
+    """A program: the loops over micro-batches and layers, and the contents of the layers."""
 
     name: str
     loop: str = "scan"
@@ -96,7 +96,7 @@ def forward(kind: Kind, params: dict[str, jax.Array], tokens: jax.Array, key: ja
 
 
 def accumulate(kind: Kind, params: dict[str, jax.Array], tokens: jax.Array):
-    """Gradients and loss, summed over micro-batches in float32, and the metrics of the loop; tokens `[rows, SEQ]`."""
+    """Gradients and loss, summed over micro-batches in float32, and the loop's metrics. Tokens are `[rows, SEQ]`."""
     grad = jax.value_and_grad(partial(forward, kind), has_aux=True)
     keys = jax.random.split(jax.random.key(7), MICROBATCHES)
     if kind.loop == "optax":

@@ -1,4 +1,4 @@
-"""Reports beside the compilation cache: others write to that folder, too, and what they leave there stops nothing."""
+"""Reports next to the compilation cache: other programs write to that folder, too, and their files cause no failure."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_what_is_damaged_counts_as_missing(damage: str, folder: Path, caplog: py
     for _ in range(2):
         assert found.report()["look"].outcome == NOT_RUN
     (line,) = [r.getMessage() for r in caplog.records]
-    assert f"{found.marker}.json is left out: " in line and "\n" not in line
+    assert "cannot use the stored report" in line and f"{found.marker}.json: " in line and "\n" not in line
 
 
 def test_every_field_of_a_report_is_checked() -> None:
-    """One that is added without a check makes every report unreadable, and so does not go unseen."""
+    """A new field without a check makes every report unreadable, so this test notices it."""
     assert Report.from_json(TEXT) == good(MARKER) and asdict(Report.from_json(TEXT)) == asdict(good(MARKER))

@@ -1,11 +1,11 @@
-"""A small Llama over 20 steps of SGD with momentum: every structure that a schedule makes, beside the plain step.
+"""A small Llama over 20 steps of SGD with momentum: every structure that a schedule makes equals the plain step.
 
-Twenty, because an error that one step rounds away, in a carried state or in the order of micro-batches, grows from step
-to step. AdamW would make much of nothing: it divides small gradients by their size, rounding errors included. On CPU
-devices, where orders of operators play no part; `benchmarks/strands/run.py --check_steps 20` checks all orders on GPUs.
+An error in a carried state or in the order of micro-batches may be rounded away in one step, but grows in 20. AdamW
+would amplify rounding errors, because it divides small gradients by their size. CPU devices ignore the order of
+operators; `benchmarks/strands/run.py --check_steps 20` checks all orders on GPUs.
 
-Pairings that leave two loops of one direction apart run on one device: XLA's CPU runtime, unlike GPUs, runs independent
-loops at the same time, and takes collectives of the same kind in both for one, which stops the process.
+Pairings that leave two loops of one direction apart run on one device. XLA's CPU runtime, unlike GPUs, runs independent
+loops at the same time and mixes up their collectives of the same kind, which stops the process.
 """
 
 import functools
@@ -23,10 +23,10 @@ from dhelix.runtime.step.strand_interleave import strand_interleave
 
 STEPS, MICROBATCHES = 20, 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8}
-"""Relative: what additions in another order make of float32 in 20 steps; one rounding to bfloat16."""
+"""Relative. float32: additions in another order over 20 steps; bfloat16: one rounding."""
 OPTIONS = {
-    "xla_backend_optimization_level": 0,  # compiles fast; what LLVM makes of it is not compared
-    "xla_allow_excess_precision": False,  # or each fusion of bfloat16 rounds where it likes
+    "xla_backend_optimization_level": 0,  # compiles fast; LLVM's optimizations are not compared
+    "xla_allow_excess_precision": False,  # otherwise each fusion of bfloat16 chooses where to round
 }
 
 Numbers = dict[str, np.ndarray]
@@ -43,7 +43,7 @@ def training(dtype: str, scan_layers: bool, devices: int) -> Training:
 
 @functools.cache
 def run(dtype: str, scan_layers: bool, devices: int, pairing: str | None) -> tuple[Numbers, set[str]]:
-    """Losses, norms of gradients and the parameters at the end; and which passes changed the step."""
+    """Losses, norms of gradients and the final parameters, and the names of the passes that changed the step."""
     made = training(dtype, scan_layers, devices)
     if pairing is None:
         step: Any = jax.jit(made.train_step, donate_argnums=0, compiler_options=OPTIONS)
@@ -53,7 +53,7 @@ def run(dtype: str, scan_layers: bool, devices: int, pairing: str | None) -> tup
     random, state = np.random.default_rng(0), made.init(jax.random.key(0))
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for _ in range(STEPS):
-        tokens = (random.integers(0, 64, (MICROBATCHES, 1)) + np.arange(17)) % 64  # something to learn
+        tokens = (random.integers(0, 64, (MICROBATCHES, 1)) + np.arange(17)) % 64  # a sequence that can be learned
         batch = {"tokens": jax.device_put(tokens.astype(np.int32), made.batch_sharding)}
         state, metrics = step(state, batch)
         for name, values in found.items():

@@ -1,4 +1,4 @@
-"""Micro-batches that are written out, compiled for 8 devices with FSDP and tensor parallelism: five optimizer steps."""
+"""Unrolled micro-batches, compiled for 8 devices with FSDP and tensor parallelism: five optimizer steps."""
 
 from __future__ import annotations
 

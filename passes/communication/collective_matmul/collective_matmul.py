@@ -22,7 +22,8 @@ New instructions have `collective_matmul` in their name stack, and the pass neve
 run changes nothing, and matmuls that the user wrote with `dhelix.runtime.collective_matmul` stay.
 
 Cost: one lowering by JAX for each distinct pattern and form. MegaScale ("Scaling Large Language Model Training to More
-Than 10,000 GPUs") section 3.2 and DistFuse section 3 describe the forms; docs/collective_matmul.md says when they pay.
+Than 10,000 GPUs") section 3.2 and DistFuse section 3 describe the forms; docs/design/collective_matmul.md says when
+they pay.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, grap
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form
 
-PARTLY_MANUAL = "the program is partly sharded by the compiler, and not partitioned yet"
+PARTLY_MANUAL = "the compiler shards some mesh axes of the program and has not partitioned it yet"
 
 
 class Forms(Protocol):
@@ -114,7 +115,7 @@ class CollectiveMatmul:
             left[str(error)] += 1
             return None
         if form.name == MONOLITHIC.name:
-            left["no other form is known to be faster"] += 1
+            left["no collective matmul is known to be faster"] += 1
             return None
         try:
             program = self.forms.program(placed.pattern, form)
@@ -153,7 +154,7 @@ def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
     for match in sorted(matches, key=lambda m: m.collective.opcode):  # "all-gather" sorts first
         dots = {p.dot for p in match.products}
         if used & dots:
-            left["its product belongs to another one"] += 1
+            left["another collective already uses its product"] += 1
         else:
             used |= dots
             taken.append(match)

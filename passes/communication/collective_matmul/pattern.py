@@ -20,7 +20,7 @@ from dhelix.passes.evaluation.collective_matmul_kernels import MARK
 from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.profiles.collective_matmul.sites import Site
 
-ORDERED = "the program orders it"
+ORDERED = "it has control dependencies"
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _PRECISION = 51  # field of HloInstructionProto
 _DEFAULT_PRECISIONS = (b"", b"\n\x02\0\0")
@@ -156,26 +156,26 @@ def row_major_axis(groups: Groups) -> tuple[int, int, int] | None:
 def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
     """`row_major_axis` of a collective. Raises Unfit if no separate program can replace the collective."""
     if len(collective.operands) != 1 or shapes.is_tuple(collective.shape):
-        raise Unfit("several arrays at once")
+        raise Unfit("it has several operands")
     if _kind_name(collective) not in _DTYPES:
-        raise Unfit("not of floating point numbers of 16 or 32 bits")
+        raise Unfit("its type is not a float of 16 or 32 bits")
     if 0 in (*collective.operands[0].shape.dimensions, *collective.shape.dimensions):
-        raise Unfit("nothing is in it")
+        raise Unfit("its array is empty")
     if not collective.proto.channel_id:
-        raise Unfit("over replicas, not partitions")
+        raise Unfit("it runs over replicas, not partitions")
     if collective.control_predecessors:
         raise Unfit(ORDERED)
     groups = device_groups(collective)
     if groups and max(map(len, groups)) == 1:
-        raise Unfit("its groups are of one device")
+        raise Unfit("its groups have one device each")
     axis = row_major_axis(groups) if groups else None
     if axis is None:
-        raise Unfit("its groups are no axis of a mesh of devices in order")
+        raise Unfit("its groups are not an axis of a row-major mesh")
     if collective.opcode != "all-reduce":
         number = collective.proto.dimensions[0]
         before, after = collective.operands[0].shape.dimensions[number], collective.shape.dimensions[number]
         if max(before, after) != axis[1] * min(before, after) or not min(before, after):
-            raise Unfit("its groups do not say how many parts there are")
+            raise Unfit("its group size does not match its shapes")
     return axis
 
 

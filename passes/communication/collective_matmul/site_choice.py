@@ -232,9 +232,11 @@ class Weighed:
 
     def __str__(self) -> str:
         times = (f"{1e3 * seconds:.1f}" for seconds in (self.seconds, self.seconds_all, self.seconds_taken))
-        said = "{} ms with collectives at all sites, {} with collective matmuls at all, {} as chosen".format(*times)
+        said = "{} ms with collectives everywhere, {} ms with collective matmuls everywhere, {} ms as chosen".format(
+            *times
+        )
         taken, stay = ("; ".join(placed.key for placed in part) or "none" for part in (self.taken, self.paired))
-        return f"{said}: collective matmuls: {taken}. Collectives: {stay}"
+        return f"{said}. Collective matmuls: {taken}. Collectives: {stay}"
 
 
 # Step 3: choose.

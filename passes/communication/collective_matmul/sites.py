@@ -44,9 +44,9 @@ from dhelix.passes.communication.collective_matmul.pattern import (
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.profiles.collective_matmul.sites import Site
 
-SCATTERED = "its sum is sliced, and XLA makes a reduce-scatter of it"
+SCATTERED = "its sum is sliced, so XLA turns it into a reduce-scatter"
 MIXED = "a reshape mixes rows and columns"
-WIDER = "its product is wanted in a wider type than it multiplies"
+WIDER = "its product's result type is wider than the operands' type"
 _KINDS = {
     "all-gather": "all_gather_matmul",
     "reduce-scatter": "matmul_reduce_scatter",
@@ -113,10 +113,10 @@ def _match_gather(gather: Instruction, users: Users, position: Mapping[Instructi
         else:
             found.append(one)
     if not found:
-        raise Unfit(WIDER if wider else "no product reads it that contracts another dimension than the gathered one")
+        raise Unfit(WIDER if wider else "no product reads it and contracts another dimension than the gathered one")
     first, products = found[0], tuple(one.product for one in found)
     if others and first.kind != gather.shape.element_type:
-        raise Unfit("it is converted for a product, and read as it is by others")
+        raise Unfit("a product reads it converted, and other readers do not")
     results = tuple(one.result for one in found)
     if others:
         held = [f for n in first.order for f in _free(n, dimensions[n])]
@@ -215,7 +215,7 @@ def _reader(
 def _match_reduction(collective: Instruction, users: Users) -> Match:
     axis = mesh_axis(collective)
     if not is_sum(collective):
-        raise Unfit("another reduction than a sum")
+        raise Unfit("its reduction is not a sum")
     operand = collective.operands[0]
     dimensions, source = operand.shape.dimensions, whole(operand.shape.dimensions)
     scattered = None
@@ -252,7 +252,7 @@ def _terms(
 ) -> Iterator[tuple[Instruction, list[Factors]]]:
     """The products whose sum is `value`, with the factors of their results; operands must have type `kind`."""
     if len(users[value]) != 1 or value is value.computation.root:
-        raise Unfit("the product is read by others too")
+        raise Unfit("the product has other readers")
     if value.opcode == "add" and not value.control_predecessors and value.operands[0] is not value.operands[1]:
         for operand in value.operands:
             yield from _terms(operand, factors, users, kind)
@@ -268,10 +268,10 @@ def _terms(
         yield from _terms(operand, before, users, kind)
     elif is_product(value):
         if value.operands[0].shape.element_type != kind:
-            raise Unfit("it sums in another type than its operands'")
+            raise Unfit("it sums in a type other than the product's operands'")
         yield value, factors
     else:
-        raise Unfit("what is summed is no product")
+        raise Unfit("a summed term is not a product")
 
 
 def _sides(dot: Instruction, factors: list[Factors]) -> tuple[dict[int, Factors], dict[int, Factors]]:
@@ -300,7 +300,7 @@ def _term(
     sides = _sides(dot, factors)
     of = [{f.dimension for group in side.values() for f in group} for side in sides]
     if x_dimensions not in of or scattered is not None and scattered not in x_dimensions or of[0] & of[1]:
-        raise Unfit("rows and columns of its products are not the same")
+        raise Unfit("its products differ in rows and columns")
     x = of.index(x_dimensions)
     pairs = list(zip(*sorted(zip(contracted(dot, x), contracted(dot, 1 - x), strict=True)), strict=True))
     sizes = dot.operands[x].shape.dimensions
@@ -340,7 +340,7 @@ def _product(
     sizes = product(k), product(columns)
     to_x = _rearrangement(*order_x, (*rows, sizes[0]))
     if to_x.moves:
-        raise Unfit("its rows would have to be transposed")
+        raise Unfit("its rows would need a transpose")
     straight = _rearrangement(held, [*k, *columns], sizes)
     return Product(dot, result, x, to_x, straight, _rearrangement(held, [*columns, *k], sizes[::-1]))
 

@@ -45,7 +45,7 @@ def prepare(module: HloModule) -> HloModule:
         for instruction in computation.instructions:
             if instruction.proto.custom_call_target.startswith(_FOREIGN):
                 target = instruction.proto.custom_call_target
-                raise DhelixError(f"what is to be spliced in calls {target}, which only the partitioner knows")
+                raise DhelixError(f"the inserted program calls {target}, which only the partitioner can process")
         canonical_dots(computation)
     return module
 
@@ -83,7 +83,7 @@ class Splicer:
         given = [(a.shape.element_type, list(a.shape.dimensions)) for a in arguments]
         wanted = [(p.shape.element_type, list(p.shape.dimensions)) for p in parameters]
         if given != wanted:
-            raise DhelixError(f"what is spliced in takes {parameters}, not {list(arguments)}")
+            raise DhelixError(f"the inserted program takes {parameters}, not {list(arguments)}")
         values = dict(zip(parameters, arguments, strict=True))
         self._copy(source.entry, Builder(computation), values, stack, {})
         root = source.entry.root

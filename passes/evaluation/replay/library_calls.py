@@ -48,7 +48,7 @@ class LibraryCalls:
             free = {buffer: iter(found) for buffer, found in arguments.items()}
             call = _call(builder, operator, free)
             module.entry.root = builder.binary("add", module.entry.root, _element(builder, call, module.entry.root))
-        context.note("library calls made known", calls=len(calls))
+        context.note("library calls added", calls=len(calls))
         return True
 
 

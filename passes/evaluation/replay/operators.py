@@ -280,7 +280,7 @@ def _why_not(instruction: Instruction) -> str | None:
             return f"custom call {target} may keep state of its own"
     if core.opcode == "custom-call" and _MEASURED_BY_NUMBERS.match(core.proto.custom_call_target):
         if any(v.opcode != "constant" and _is_integers(leaf) for v in _given(instruction) for leaf in leaves(v.shape)):
-            return "the lengths that it reads decide what memory it touches"
+            return "the memory that it touches depends on lengths that it reads"
     arrays = [leaf for value in (core, *core.operands) for leaf in leaves(value.shape)]
     if any(array.element_type == shapes.TOKEN for array in arrays):
         return "it needs a token"

@@ -181,7 +181,7 @@ class OperatorReplay:
         result = module.entry.root.shape
         if given != list(self.program.buffers) or not module.is_scheduled or result.element_type != shapes.F32:
             raise PassRefusal(
-                "this is not the program's placeholder: a scheduled function of one flat array for each of"
+                "the module is not the program's placeholder, a scheduled function of one flat array for each of"
                 " `program.buffers`, in order (jit with keep_unused=True), that returns an array of float32"
             )
         writer = _Writer(module, self._marking())
@@ -189,7 +189,7 @@ class OperatorReplay:
             for number, item in enumerate(self.program.items):
                 writer.write(number, item, repeat)
         writer.finish(result)
-        context.note("operators put in", items=len(self.program.items), repeats=self.program.repeats)
+        context.note("operators inserted", items=len(self.program.items), repeats=self.program.repeats)
         return True
 
     def _marking(self) -> Instruction | None:

@@ -109,7 +109,7 @@ def exact_order(
     problem = Problem(computation, sequence, costs, limits)
     timed = len(problem.compute) + len(problem.collectives)
     if timed > _MOST:
-        raise TooLargeError(f"{computation.name} has {timed} timed instructions, and an exact model takes {_MOST}")
+        raise TooLargeError(f"{computation.name} has {timed} timed instructions; the exact model takes at most {_MOST}")
     best = _Best(problem, costs, limits)
     for order in (sequence, sequence if start is None else start):
         best.offer(order)
@@ -131,7 +131,7 @@ def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[
     status = engine.solve(model.model, _callback(cp_sat, model, best))
     if status in (cp_sat.INFEASIBLE, cp_sat.MODEL_INVALID):
         name = model.problem.computation.name
-        raise DhelixError(f"the exact model of {name} does not hold its known order: report this, with the module")
+        raise DhelixError(f"the exact model of {name} excludes a known order: please report this with the module")
     return math.floor(engine.best_objective_bound), status == cp_sat.OPTIMAL
 
 

@@ -188,7 +188,7 @@ def _is_followed(reader: Instruction, found: Accumulator) -> bool:
 def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruction]:
     """Reads of one element of a loop or a barrier: behind it, and in the loop's body and condition."""
     if any(given.opcode != "tuple" for given in given_to(holder)):
-        raise PassRefusal("a loop carries gradients otherwise than in a tuple", holder)
+        raise PassRefusal("a loop does not carry gradients in a tuple", holder)
     sources = [holder, *(readers.parameters[called][0] for called in holder.called)]
     return [read for source in sources for read in readers.of_element(source, element)]
 
@@ -234,9 +234,9 @@ def _check(found: Accumulator, readers: Readers) -> None:
         if value.opcode in _SLICED:
             part = rest[0].shape if value.opcode == "dynamic-update-slice" else value.shape
             if not is_one_slot(part, first.shape):
-                raise PassRefusal("more or less than one slot of a stack of gradients changes at once", value)
+                raise PassRefusal("a stack of gradients does not change one slot at a time", value)
         if value is value.computation.root:
-            raise PassRefusal("a sum of gradients is what a function returns", value)
+            raise PassRefusal("a function returns a sum of gradients", value)
         for user in readers.of(value):
             for number in [k for k, o in enumerate(user.operands) if o is value]:
                 if user in found.values and user.opcode != "get-tuple-element":

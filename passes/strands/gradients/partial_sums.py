@@ -104,9 +104,9 @@ class PartialSums:
             if found.axes or value.opcode == "dot":
                 return found
         if value.opcode == "pad" and not is_zero(value.operands[1]):
-            raise PassRefusal("a gradient is padded with something else than zeros", value)
+            raise PassRefusal("a gradient is padded with values other than zero", value)
         if value.opcode == "convert" and not keeps_sums(value):
-            raise PassRefusal("a gradient is rounded to integers or to few bits", value)
+            raise PassRefusal("a gradient is converted to integers or to floats below 16 bits", value)
         if value.opcode in _TERMS:
             return self._joined([(value, k) for k in range(len(value.operands))[_TERMS[value.opcode]]])
         if value.opcode in _FACTORS:
@@ -114,7 +114,7 @@ class PartialSums:
         if value.opcode == "get-tuple-element" and value.operands[0].opcode == "while":
             one = inner_accumulator(value, self._readers)
             if any(element in self._carried for element in one.elements):
-                raise PassRefusal("a gradient is made of sums over micro-batches", value)
+                raise PassRefusal("a gradient depends on sums over micro-batches", value)
             self._made_by_loops[value] = one
             return self.of_accumulator(one)
         if is_sharding_constraint(value):  # a sum that is split over an axis is not open over that axis
@@ -123,7 +123,7 @@ class PartialSums:
             return Partial(self._ordered(set(found.axes) - split), found.element_type)
         if value.opcode in ALIKE | {"pad", "reduce"}:
             return self.of(value.operands[0])
-        raise PassRefusal(f"a gradient is made by {value.opcode}, which is no plain sum over replicas", value)
+        raise PassRefusal(f"a gradient is made by {value.opcode}, which is not a plain sum over replicas", value)
 
     def _summed(self, value: Instruction, summed: list[Summed]) -> Partial:
         return Partial(self._ordered({axis for _, split in summed for axis in split}), value.shape.element_type)
@@ -157,7 +157,7 @@ class PartialSums:
         for user, number in whole:
             split = self.known.of(user.operands[number]) or self.known.of_operand(user, number)
             if split is None:
-                raise PassRefusal("it is not known how what is added to a gradient is split", user)
+                raise PassRefusal("the sharding of a value added to a gradient is unknown", user)
             axes -= {axis for over in split for axis in over}
         widest = max(types, key=lambda kind: shapes.byte_size(shapes.scalar(kind)), default=None)
         return Partial(self._ordered(axes), widest)
@@ -189,20 +189,20 @@ def summed_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
     """
     if value.opcode == "reduce":
         if not (combines_by(value) == "add" and is_zero(value.operands[1])):
-            raise PassRefusal("a gradient is reduced by something else than a sum from zero", value)
+            raise PassRefusal("a gradient is reduced by an operation other than a sum from zero", value)
         operand = known.of_operand(value, 0)
         if operand is None:
-            raise PassRefusal("it is not known how a summed gradient is split", value)
+            raise PassRefusal("the sharding of a summed gradient is unknown", value)
         return [((d,), _evenly(operand[d], value.operands[0], d, known)) for d in value.proto.dimensions]
     numbers = value.proto.dot_dimension_numbers
     left, right = known.of_operand(value, 0), known.of_operand(value, 1)
     if left is None or right is None:
-        raise PassRefusal("it is not known how a gradient's factors are split", value)
+        raise PassRefusal("the sharding of a gradient's factors is unknown", value)
     found: list[Summed] = []
     for a, b in zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True):
         longer, shorter = sorted((left[a], right[b]), key=len, reverse=True)
         if longer[: len(shorter)] != shorter:
-            raise PassRefusal(f"a gradient's factors are split over {left[a]} and {right[b]}", value)
+            raise PassRefusal(f"a gradient's factors are split differently, over {left[a]} and {right[b]}", value)
         found.append(((a, b), _evenly(longer, value.operands[0], a, known)))
     return found
 
@@ -219,10 +219,10 @@ def scattered_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
         or not (combines_by(value) == "add" and zeros_behind(value.operands[0]))
         or numbers.input_batching_dims
     ):
-        raise PassRefusal("a gradient is scattered otherwise than by adding rows to zeros", value)
+        raise PassRefusal("a gradient's scatter does not add rows to zeros", value)
     updates = known.of_operand(value, 2)
     if updates is None:
-        raise PassRefusal("it is not known how scattered rows are split", value)
+        raise PassRefusal("the sharding of scattered rows is unknown", value)
     rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     indices = [d for d in range(len(value.operands[1].shape.dimensions)) if d != numbers.index_vector_dim]
     split = [_evenly(updates[b], value.operands[2], b, known) for b in rows]

@@ -81,7 +81,7 @@ class ReplicaSums:
                 parts.setdefault(partial.axes, Parts(sums, partial.axes)).open(one, partial)
             _note(found, loop, context)
             if late:
-                context.note("all-reduces of gradients stand behind the last micro-batch", loop, accumulators=len(late))
+                context.note("all-reduces of gradients moved behind the last micro-batch", loop, accumulators=len(late))
             context.left_alone(reasons, places)
             changed |= bool(found or late)
         for computation in module.computations if changed else ():
@@ -141,7 +141,7 @@ def _partial(one: Accumulator, sums: PartialSums) -> Partial:
     behind = graph.descendants(one.home, [reader for reader, _ in one.ends])
     if any(leaves_open(value) for value in behind):
         raise PassRefusal(
-            "the program itself keeps a sum over replicas open behind the last micro-batch", one.home.root
+            "the program itself leaves a sum over replicas open after the last micro-batch", one.home.root
         )
     try:
         found = sums.of_accumulator(one)
@@ -157,4 +157,4 @@ def _note(found: list[tuple[Accumulator, Partial]], loop: Instruction, context: 
         these = [one for one, own in found if own.axes == axes]
         size = sum(shapes.byte_size(state.shape.tuple_shapes[k]) for one in these for state, k in [*one.elements][:1])
         said = {"axes": list(axes), "accumulators": len(these), "bytes": size}
-        context.note("gradients are summed over replicas once a step", loop, **said)
+        context.note("gradients are summed over replicas once per step", loop, **said)

@@ -63,9 +63,9 @@ def move_inside(computation: Computation, loop: Instruction) -> tuple[Computatio
     whole = WhileLoop(loop)
     held = manual_computations(whole.body)
     if whole.trip_count is None:
-        raise PassRefusal("its number of iterations is not proved", loop)
+        raise PassRefusal("its trip count is not proved", loop)
     if any(s.element_type == shapes.TOKEN for s in loop.shape.tuple_shapes):
-        raise PassRefusal("it has effects that are ordered", loop)
+        raise PassRefusal("it has ordered effects", loop)
     drop_dead(whole.condition)
     if other := next((m for m in held if m.axes != held[0].axes), None):
         raise PassRefusal("its shard_maps are over different axes", other.call)

@@ -109,12 +109,12 @@ class Splits:
 
     def _pin(self, at: _Dimension, axes: Axes = (), parts: int = 1) -> None:
         if self.known.setdefault(self._head(at), (axes, parts)) != (axes, parts):
-            raise PassRefusal(f"{shapes.text(at[0].shape)} would have to be split in two ways, or put together", at[0])
+            raise PassRefusal(f"{shapes.text(at[0].shape)} would have to be split in two ways, or gathered", at[0])
 
     def _state(self, value: Instruction, leaf: int, split: Split, whole: Any, local: Any) -> None:
         """Records how a shard_map splits an operand or a result."""
         if split.more or (self.mesh or split.mesh) != split.mesh:
-            raise PassRefusal("its shard_maps are on different meshes, or leave sums open", value)
+            raise PassRefusal("its shard_maps use different meshes, or leave sums open", value)
         self.mesh = split.mesh
         self.free |= any(split.free)
         for d, axes in enumerate(split.axes):
@@ -184,13 +184,13 @@ class Splits:
         """Raises PassRefusal unless the constraint agrees with the shard_maps, since `manual_loop` may remove it."""
         for split in splits(constraint.proto.frontend_attributes.map.get(SHARDING, "")):
             if self.partial and any(split.axes):
-                raise PassRefusal("a sharding constraint stands beside a shard_map over some of the axes", constraint)
+                raise PassRefusal("a sharding constraint is outside a shard_map over some of the axes", constraint)
             if split.more or split.mesh != self.mesh:
-                raise PassRefusal("a sharding constraint leaves a sum open, or is on another mesh", constraint)
+                raise PassRefusal("a sharding constraint leaves a sum open, or uses another mesh", constraint)
             for d, axes in enumerate(split.axes):
                 known, _ = self._known((constraint, 0, d))
                 if axes != known and not (split.free[d] and axes == known[: len(axes)]):
-                    raise PassRefusal("a sharding constraint says otherwise than the shard_maps", constraint)
+                    raise PassRefusal("a sharding constraint contradicts the shard_maps", constraint)
 
     def _undivided(self, instruction: Instruction) -> None:
         """Records that every device applies the operation to whole arrays.
@@ -201,7 +201,7 @@ class Splits:
         if has_side_effect(instruction) or any(
             i.opcode == "custom-call" or is_manual(i) for i in (instruction, *inside)
         ):
-            raise PassRefusal("an operation stands beside the shard_maps that every device would do", instruction)
+            raise PassRefusal("an operation outside the shard_maps cannot run on every device", instruction)
         for value in (instruction, *instruction.operands):
             leaves = value.shape.tuple_shapes if shapes.is_tuple(value.shape) else [value.shape]
             for leaf, shape in enumerate(leaves):
@@ -218,7 +218,7 @@ class Splits:
                 if not self.partial and given.mesh == self.mesh and axes[: len(split)] == split and axes != split:
                     raise PassRefusal(
                         f"dimension {d} of {shapes.text(start.shape)} is split over {', '.join(axes)} outside of the"
-                        " shard_map, and put together for it in each iteration",
+                        " shard_map, and would be gathered for it in each iteration",
                         start,
                     )
 

@@ -17,22 +17,21 @@ def no_loop(module: HloModule) -> PassRefusal:
     """
     if not any(is_backward(i) for i in graph.walk(module.entry)):
         return PassRefusal(
-            "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
-            "that takes the gradients"
+            "the step has no backward pass (no reverse-mode differentiation); decorate the function that takes the "
+            "gradients"
         )
     again = next(filter(None, map(_gradient_of_gradients, graph.run_once(module.entry))), None)
     if again is not None:
         return PassRefusal(
-            "the step takes gradients, and with them makes values at which it takes gradients again: these are steps "
-            "of an optimizer, one after another, or gradients of gradients, and no micro-batches, which share their "
-            "parameters; give the function that takes one step, and loop over micro-batches in it",
+            "the step takes gradients at values that depend on other gradients (several optimizer steps, or gradients "
+            "of gradients), and micro-batches must not; decorate a function that takes one optimizer step, and loop "
+            "over micro-batches in it",
             again,
         )
     return PassRefusal(
-        "the step has no loop over micro-batches that takes gradients: take and accumulate them in a loop inside the "
-        "step (lax.scan, optax.microbatching; the gradient of a whole loop is none), or take them with "
-        "dhelix.value_and_grad and give microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be "
-        "interleaved"
+        "the step has no loop over micro-batches that takes gradients: take and accumulate gradients in a loop inside "
+        "the step (lax.scan, optax.microbatching; not the gradient of a whole loop), or use dhelix.value_and_grad with "
+        "microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be interleaved"
     )
 
 

@@ -28,7 +28,7 @@ SMs until all peers have sent. So no NCCL collective may be in flight on these d
 other holds. Bitwise deterministic: one block sums each element, in the order of k.
 
 Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), plus zeroing the counters. This is faster than
-NCCL's gather followed by cuBLAS's GEMM (docs/collective_matmul.md). Pushing rows to peers was slower: each counter
+NCCL's gather followed by cuBLAS's GEMM (docs/research_log.md). Pushing rows to peers was slower: each counter
 across the link would be a release at system scope, which stalls the copying warp.
 DistFuse (section 3) calls this immediate communication; here it comes before the GEMM instead of after it.
 """
@@ -59,7 +59,7 @@ _LOAD_WARP, _COPY_WARP = 0, 1
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
     """Returns why this kernel cannot serve a site of kind "all_gather_matmul", or None."""
     if site.kind != "all_gather_matmul":
-        return f"{site.kind} is no all_gather_matmul"
+        return f"{site.kind} is not all_gather_matmul"
     return _plan(site, tiles).refusal()
 
 
@@ -113,7 +113,7 @@ def all_gather_matmul_kernel(
         raise DhelixError(f"all_gather_matmul: x {x.dtype}{x.shape} and w {w.dtype}{w.shape} do not fit")
     plan = _plan(Site("all_gather_matmul", devices * m, k, n, x.dtype.name, devices), tiles)
     if refusal := plan.refusal():
-        raise DhelixError(f"all_gather_matmul has no Mosaic kernel here: {refusal}: take another form or other tiles")
+        raise DhelixError(f"all_gather_matmul has no Mosaic kernel here: {refusal}: use another form or other tiles")
 
     return _run(plan, axis_name, x, w)
 

@@ -2,7 +2,7 @@
 
 A kernel owns its memory only while it runs; before, another operation of that device may use it. So nobody may write to
 a peer, or read a peer's results, before the peer's kernel has begun. XLA ensures that by a kernel of its own before
-each launch, which all devices leave together. That takes longer than this rendezvous (docs/collective_matmul.md).
+each launch, which all devices leave together. That takes longer than this rendezvous (docs/research_log.md).
 
     words, on each device, written by itself and read by all:   stamp | seen of the next device | of the one after | ...
 

@@ -99,7 +99,7 @@ class GatheredGemm:
         if gemm.tiles.splits not in (None, 1):
             return "splits are for products that are summed over devices"
         if gemm.m % self.devices or self.rows % gemm.cluster_rows:
-            return f"{self.rows} rows on each device are no multiple of {gemm.cluster_rows}"
+            return f"{self.rows} rows per device are not a multiple of {gemm.cluster_rows}"
         if (
             gemm.steps % transfer.chunks
             or (gemm.k // transfer.chunks) % transfer.columns

@@ -172,22 +172,26 @@ class Gemm:
         beside = 64 if tiles.wide == "N" else self.store_columns  # alignment of the second part in shared memory
         if rows % PIECE_ROWS or columns % self.store_columns or columns % beside or columns > 256:
             return (
-                f"tiles {tiles.key} give a warpgroup {rows} x {columns}: 64 rows, {self.store_columns} to 256 columns"
+                f"tiles {tiles.key} give a warpgroup {rows} x {columns}, but it needs 64 rows and {self.store_columns} "
+                "to 256 columns"
             )
         if rows * columns > _MOST_HELD:
-            return f"tiles {tiles.key} give a warpgroup {rows} x {columns}, which it has no registers to hold"
+            return f"tiles {tiles.key} give a warpgroup {rows} x {columns}, which does not fit into its registers"
         if tiles.tile_k != 64:
             return f"tile_k is {tiles.tile_k}: only 64 fills a swizzle of 128 bytes"
         if tiles.steps < 2 or self.clusters < 1:
-            return f"tiles {tiles.key} need 2 steps or more and {self.cluster} SMs or more"
+            return f"tiles {tiles.key} need at least 2 steps and {self.cluster} SMs"
         if self.m % self.cluster_rows or self.k % tiles.tile_k or self.n % 64 or not (self.m and self.n and self.k):
-            return f"{self.m} x {self.k} x {self.n} is no multiple of {self.cluster_rows} x {tiles.tile_k} x 64"
+            return f"{self.m} x {self.k} x {self.n} is not a multiple of {self.cluster_rows} x {tiles.tile_k} x 64"
         if self.k // tiles.tile_k % self.splits:
             return f"{self.k // tiles.tile_k} steps of the contraction do not divide by {self.splits} splits"
         if self.splits > 1 and (self.cluster_tiles > self.clusters or self.whole_tiles < self.cluster_tiles):
-            return f"{self.cluster_tiles} tiles and splits are more than run at once, {self.clusters}, or cut in two"
+            return (
+                f"{self.cluster_tiles} tiles and splits are more than the {self.clusters} that run at once, or are cut "
+                "in two"
+            )
         if (needed := self.shared_bytes + extra_bytes) > SHARED_BYTES:
-            return f"tiles {tiles.key} need {needed} bytes of shared memory, of {SHARED_BYTES}"
+            return f"tiles {tiles.key} need {needed} bytes of shared memory, but there are {SHARED_BYTES}"
         return None
 
     def buffers(self) -> dict[str, Any]:

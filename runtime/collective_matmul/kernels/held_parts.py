@@ -8,7 +8,7 @@
 
 A part waits in registers, rounded (`Held`). Turns are several steps of the next tile apart if it has enough steps
 (`Gemm.turn_steps`). So a load of one turn has completed at the next turn. Loads on demand were much slower
-(docs/collective_matmul.md).
+(docs/research_log.md).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def default_tiles(site: Site) -> Tiles:
     - Small tiles otherwise: four steps, so that pieces have 64 columns (128 bytes); clusters of two if the rows divide;
       other devices' tiles lead by half a wave.
 
-    All of these were chosen by measurement (docs/collective_matmul.md, `benchmarks/collective_matmul/own_tiles.py`).
+    All of these were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
     if shots_for(site, _DECODE) == 1:
         splits = splits_for(site, _DECODE)
@@ -69,7 +69,7 @@ def splits_for(site: Site, tiles: Tiles) -> int:
     A single block cannot saturate the memory when it reads w, but `_READING` blocks can. So with fewer column tiles,
     contractions are split until that many blocks read. A split has a fixed cost, so contractions below `_SPLIT_DEPTH`
     are not split. Contractions of `_VERY_DEEP` or more are split at least in two if SMs are left. The limits were
-    chosen by measurement (docs/collective_matmul.md, `benchmarks/collective_matmul/own_tiles.py`).
+    chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
     column_tiles, steps = max(-(-site.columns // tiles.tile_n), 1), site.contraction // tiles.tile_k
     if site.contraction < _SPLIT_DEPTH:
@@ -101,7 +101,7 @@ def _owners(site: Site, tiles: Tiles) -> int:
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
     """Returns why this kernel cannot serve a site of kind "matmul_all_reduce", or None."""
     if site.kind != "matmul_all_reduce":
-        return f"{site.kind} is no matmul_all_reduce"
+        return f"{site.kind} is not matmul_all_reduce"
     return plan_for(site, tiles).refusal()
 
 
@@ -126,7 +126,7 @@ def matmul_all_reduce_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: 
         raise DhelixError(f"matmul_all_reduce: x {x.dtype}{x.shape} and w {w.dtype}{w.shape} do not fit")
     plan = plan_for(Site("matmul_all_reduce", m, k, n, x.dtype.name, lax.axis_size(axis_name)), tiles)
     if refusal := plan.refusal():
-        raise DhelixError(f"matmul_all_reduce has no Mosaic kernel here: {refusal}: take another form or tiles")
+        raise DhelixError(f"matmul_all_reduce has no Mosaic kernel here: {refusal}: use another form or other tiles")
     if plan.gemm.m > m:
         x = jnp.pad(x, ((0, plan.gemm.m - m), (0, 0)))
     out = summed_matmul.summed_matmul(plan, axis_name, x, w, "matmul_all_reduce")

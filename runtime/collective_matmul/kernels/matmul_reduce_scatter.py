@@ -29,7 +29,7 @@ def default_tiles(site: Site) -> Tiles:
     """Returns large tiles in single blocks, with a whole wave of other devices' tiles first.
 
     For 5 to 8 devices the pipeline has three steps, so that shared memory has room for wide pieces of all devices.
-    Chosen by measurement (docs/collective_matmul.md).
+    Chosen by measurement (docs/research_log.md).
     """
     return replace(_TILES, steps=3) if site.axis_size >= _MANY_DEVICES else _TILES
 
@@ -43,7 +43,7 @@ def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
     """Returns why this kernel cannot serve a site of kind "matmul_reduce_scatter", or None."""
     if site.kind != "matmul_reduce_scatter":
-        return f"{site.kind} is no matmul_reduce_scatter"
+        return f"{site.kind} is not matmul_reduce_scatter"
     return plan_for(site, tiles).refusal()
 
 
@@ -67,5 +67,7 @@ def matmul_reduce_scatter_kernel(x: jax.Array, w: jax.Array, axis_name: str, til
         raise DhelixError(f"matmul_reduce_scatter: x {x.dtype}{x.shape} and w {w.dtype}{w.shape} do not fit")
     plan = plan_for(Site("matmul_reduce_scatter", m, k, n, x.dtype.name, lax.axis_size(axis_name)), tiles)
     if refusal := plan.refusal():
-        raise DhelixError(f"matmul_reduce_scatter has no Mosaic kernel here: {refusal}: take another form or tiles")
+        raise DhelixError(
+            f"matmul_reduce_scatter has no Mosaic kernel here: {refusal}: use another form or other tiles"
+        )
     return summed_matmul.summed_matmul(plan, axis_name, x, w, "matmul_reduce_scatter")

@@ -105,19 +105,19 @@ class SummedGemm:
         if n < 2:
             return "an axis of one device has nothing to sum"
         if n > MOST_DEVICES:
-            return f"{n} devices are more than {MOST_DEVICES}, whose parts shared memory has room for"
+            return f"{n} devices are more than {MOST_DEVICES}, the most whose parts fit into shared memory"
         if self.lead is not None and self.lead < 1:
             return f"a lead of {self.lead} puts own tiles before those of others that they wait for"
         if gemm.splits > 1 and self.shots == 2:
             return "splits are for products that all devices send to all, in one wave of tiles"
         if self.scatter and gemm.m % (n * gemm.cluster_rows):
-            return f"{gemm.m} rows over {n} devices are no multiple of {gemm.cluster_rows} each"
+            return f"{gemm.m} rows over {n} devices are not a multiple of {gemm.cluster_rows} each"
         if not self.by_rows and (gemm.m % gemm.cluster_rows or gemm.n % (n * gemm.tiles.tile_n)):
             return f"{gemm.m} x {gemm.n} do not divide over {n} devices into {gemm.cluster_rows} x {gemm.tiles.tile_n}"
         if reason := gemm.refusal():
             return reason
         if self.shots == 2 and gemm.store_slots < n:
-            return f"{gemm.store_slots} slots of shared memory have no room for pieces of {n} devices"
+            return f"{gemm.store_slots} slots of shared memory are too few for pieces of {n} devices"
         return None
 
     def order(self, me: jax.Array) -> gemm_tiles.Order:

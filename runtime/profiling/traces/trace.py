@@ -133,7 +133,7 @@ def find(path: str | Path) -> Path:
             raise DhelixError(f"{path} holds no *.xplane.pb file; {hint}")
         path = found[-1]
     if not path.is_file():
-        raise DhelixError(f"{path}: no such trace; give an .xplane.pb file or a folder of jax.profiler.trace")
+        raise DhelixError(f"no trace at {path}; give an .xplane.pb file or a folder of jax.profiler.trace")
     return path
 
 
@@ -147,7 +147,7 @@ def load(path: str | Path) -> Profile:
     try:
         return ProfileData.from_serialized_xspace(path.read_bytes())
     except Exception as error:  # jaxlib raises its own error types
-        raise DhelixError(f"{path} is no profiler trace, or it is cut short: {error}") from None
+        raise DhelixError(f"{path} is not a profiler trace, or is cut short: {error}; record it again") from None
 
 
 def devices(profile: Profile) -> list[str]:

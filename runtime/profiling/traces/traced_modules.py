@@ -47,10 +47,10 @@ def load(path: str | Path) -> list[HloModule]:
         planes = [_fields(plane) for plane in _fields(file.read_bytes())[1]]
         found = dict.fromkeys(proto for plane in planes if plane[2] == [_PLANE] for proto in _modules(plane))
     except DecodeError as error:
-        raise DhelixError(f"{file} is no profiler trace, or it is cut short: {error}") from None
+        raise DhelixError(f"{file} is not a profiler trace, or is cut short: {error}; record it again") from None
     modules = [module for module in map(HloModule.from_bytes, found) if module.is_scheduled]
     if not modules:
-        raise DhelixError(f"{file} holds no compiled program; record with jax.profiler.trace in the job itself")
+        raise DhelixError(f"{file} holds no compiled program; record the trace with jax.profiler.trace inside the job")
     return modules
 
 

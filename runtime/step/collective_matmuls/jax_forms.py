@@ -82,7 +82,7 @@ def collective_matmul_passes(
       DhelixError: there is no such form.
     """
     if not isinstance(form, (str, Form)):
-        raise DhelixError(f'{form!r} is no form of collective matmuls: take "auto", "off", a name or key, or a Form')
+        raise DhelixError(f'{form!r} is not a form of collective matmuls: use "auto", "off", a name or key, or a Form')
     if isinstance(form, str) and form not in (OFF, "auto", "hybrid"):
         form = Form.parse(form)
     if form == OFF or len(devices) < 2:
@@ -101,11 +101,15 @@ def collective_matmul_passes(
 def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
     """Logs why no site of a program can have any form, or any kernel. The report says it for single sites."""
     if times is None:
-        reason = f"nothing was measured on {kind}, so collectives beside products stay as they are"
+        reason = (
+            f"nothing was measured on {kind}, so collectives next to matrix products stay unchanged; run `dhelix "
+            "profile`"
+        )
     elif graphs:
         reason = (
-            "no kernels, since the program's custom calls become part of CUDA graphs: jit it with compiler_options="
-            f"{calls_outside_graphs(os.environ)}, or start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            "no kernels, because the program's custom calls become part of CUDA graphs: jit it with "
+            f"compiler_options={calls_outside_graphs(os.environ)}, or start with "
+            "XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     else:
         return

@@ -62,7 +62,7 @@ class Weighing:
         found = choose(trial, list_order, self._order)
         if found.taken:
             found = found.checked(predicted(self._lowered, self._passes(found.paired), self._model))
-        logging.info("predicted beside strands: %s", found)
+        logging.info("predicted together with strands: %s", found)
         return found
 
     def _trial(self) -> Trial | None:

@@ -124,8 +124,8 @@ class FixedLeavesFront:
         self._structures.add(jax.tree.structure((args, kwargs)))
         if len(self._structures) == _MANY:
             reason = (
-                f"was called with {_MANY} values of arguments that are no arrays (numbers, names, functions), and is"
-                " compiled for each of them, as under eqx.filter_jit: pass a number that changes as jnp.asarray(number)"
+                f"was called with {_MANY} values of arguments that are not arrays (numbers, names, functions) and is "
+                "compiled for each, as under eqx.filter_jit: pass changing numbers as jnp.asarray(number)"
             )
             say_once(f"{self._name} {reason}", (self._name, reason))
 

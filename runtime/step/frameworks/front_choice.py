@@ -51,8 +51,8 @@ def captured_objects_named(function: Callable[..., Any], name: str) -> Iterator[
         if not of_nnx or not (names := _captured(function)):
             raise
         raise DhelixError(
-            f"{name} changes an NNX object that it captures ({', '.join(names)}): pass it as an argument, for inside a"
-            " jitted step captured objects are constants"
+            f"{name} changes an NNX object that it captures ({', '.join(names)}): pass it as an argument, because "
+            "captured objects are constants inside a jitted step"
         ) from error
 
 

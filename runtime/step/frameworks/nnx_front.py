@@ -77,7 +77,7 @@ class NnxJit:
         self.made = function if is_nnx_jitted(function) else loaded().jit(function, **options)
         if not is_nnx_jitted(self.made):
             version = sys.modules["flax"].__version__
-            raise DhelixError(f"nnx.jit of flax {version} has no jitted_fn, by which dhelix takes part: take flax 0.12")
+            raise DhelixError(f"nnx.jit of flax {version} has no jitted_fn, which dhelix needs: use flax 0.12")
         jitted = self.made.jitted_fn
         return jax_compat.with_compiler_options(jitted, compiler_options) if compiler_options else jitted
 

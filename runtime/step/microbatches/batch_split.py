@@ -80,7 +80,9 @@ class Naming:
     def _check_name(self, option: str, name: str) -> None:
         parameters = _parameters(self.function)
         if parameters is None:
-            raise DhelixError(f"{option}={name!r}: the loss function says no names of its parameters; name positions")
+            raise DhelixError(
+                f"{option}={name!r}: the names of the loss function's parameters are unknown; give positions"
+            )
         if name not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             raise DhelixError(
                 f"{option}={name!r}: the loss function has no parameter of that name; it has {', '.join(parameters)}"
@@ -92,8 +94,8 @@ class Naming:
         for index in nums:
             if not -len(args) <= index < len(args):
                 raise DhelixError(
-                    f"{option}argnums={index}: the loss function was called with {len(args)} positional arguments;"
-                    f" name what is passed by keyword with {option}argnames="
+                    f"{option}argnums={index}: the loss function was called with {len(args)} positional arguments; "
+                    f"name keyword arguments with {option}argnames="
                 )
             found.append(index % len(args))
         for name in names:
@@ -106,7 +108,7 @@ class Naming:
         found = [index for index, place in enumerate(places) if place == name]
         if not found:
             passed = ", ".join(str(place) for place in (*places, *kwargs))
-            raise DhelixError(f"{option}={name!r}: the call passes no such argument, but {passed or 'none at all'}")
+            raise DhelixError(f"{option}={name!r}: the call passes no such argument; it passes {passed or 'none'}")
         return found
 
 
@@ -181,29 +183,30 @@ class Arguments:
                 shape = getattr(leaf, "shape", ())
                 if not shape:
                     raise DhelixError(
-                        f"{name} is {_kind(leaf)} and has no batch axis to split: pass it beside the batch, which"
-                        " batch_argnums= or batch_argnames= name; random keys are named with rng_argnums="
+                        f"{name} is {_kind(leaf)} and has no batch axis to split: pass it as an argument of its own, "
+                        "and name the batch with batch_argnums= or batch_argnames=; name random keys with "
+                        "rng_argnums="
                     )
                 if not shape[0]:
                     raise DhelixError(f"{name} has no rows to split into {self.microbatches} micro-batches")
                 if shape[0] % self.microbatches:
                     raise DhelixError(
-                        f"{name} has {shape[0]} rows, which {self.microbatches} micro-batches do not divide: make"
-                        f" the batch a multiple of {self.microbatches}, or change microbatches="
+                        f"{name} has {shape[0]} rows, which do not divide into {self.microbatches} micro-batches: make "
+                        f"the batch a multiple of {self.microbatches}, or change microbatches="
                     )
                 rows, first = (rows, first) if rows is not None else (shape[0], name)
                 if shape[0] != rows:
                     raise DhelixError(
-                        f"{first} has {rows} rows and {name} {shape[0]}: what is no part of the batch is an argument of"
-                        " its own; batch_argnums= or batch_argnames= name the batch"
+                        f"{first} has {rows} rows, but {name} has {shape[0]}: pass what is not part of the batch as an "
+                        "argument of its own, and name the batch with batch_argnums= or batch_argnames="
                     )
         if rows is None:
             raise DhelixError(_NO_BATCH)
 
 
 _NO_BATCH = (
-    "value_and_grad got no batch to split: pass it to the loss function as an argument that is not differentiated, and"
-    " name it with batch_argnums= or batch_argnames= if there are others"
+    "value_and_grad found no batch to split: pass it to the loss function as an argument that is not differentiated, "
+    "and if there are several, name it with batch_argnums= or batch_argnames="
 )
 
 
@@ -228,15 +231,14 @@ def _the_batch(naming: Naming, args: Any, kwargs: Any, taken: set[Key]) -> Key:
     keys = [key for key, value in given.items() if any(map(_is_key, jax.tree.leaves(value)))]
     if keys and not all(_is_key(leaf) or _dtype(leaf) == jnp.uint32 for leaf in jax.tree.leaves(given[keys[0]])):
         raise DhelixError(
-            f"{_title(keys[0], places)} holds random keys beside other arrays: pass the keys to the loss function as an"
-            " argument of their own, and name that with rng_argnums= or rng_argnames=, so that every micro-batch draws"
-            " its own numbers"
+            f"{_title(keys[0], places)} holds random keys and other arrays: pass the keys as an argument of their own, "
+            "and name it with rng_argnums= or rng_argnames=, so that every micro-batch draws its own numbers"
         )
     if keys:
         option = f"rng_argnums={keys[0]}" if isinstance(keys[0], int) else f"rng_argnames={keys[0]!r}"
         raise DhelixError(
-            f"{_title(keys[0], places)} holds random keys: name it with value_and_grad(..., {option}), so that every"
-            " micro-batch draws its own numbers; where all shall draw the same, name the batch"
+            f"{_title(keys[0], places)} holds random keys: name it with value_and_grad(..., {option}), so that every "
+            "micro-batch draws its own numbers; if all shall draw the same, name the batch instead"
         )
     axes = {key: sorted({x.shape[0] for x in jax.tree.leaves(value) if _has_axis(x)}) for key, value in given.items()}
     axes = {key: some for key, some in axes.items() if some}
@@ -247,9 +249,9 @@ def _the_batch(naming: Naming, args: Any, kwargs: Any, taken: set[Key]) -> Key:
         options = [str(key) for key in axes if isinstance(key, int)], [_name(key, places) for key in axes]
         by_number = f" batch_argnums= (of {', '.join(options[0])}) or" if options[0] else ""
         raise DhelixError(
-            f"value_and_grad cannot tell which arguments are the batch: arrays are in {'; '.join(each)}. Name all that"
-            f" are split into micro-batches, with{by_number} batch_argnames= (of {', '.join(options[1])}); the others"
-            " stay whole. Random keys are named with rng_argnums="
+            f"value_and_grad cannot tell which arguments are the batch: arrays are in {'; '.join(each)}. Name those to "
+            f"split into micro-batches with{by_number} batch_argnames= (of {', '.join(options[1])}); the others stay "
+            "whole. Name random keys with rng_argnums="
         )
     return next(iter(axes))
 
@@ -265,7 +267,7 @@ def _check_once(uses: Mapping[str, Sequence[Key]]) -> None:
         for key in keys:
             if seen.setdefault(key, use) != use:
                 raise DhelixError(
-                    f"{_title(key)} {seen[key]} and {use}: with micro-batches an argument can be only one of both"
+                    f"{_title(key)} {seen[key]} and {use}: with micro-batches an argument can be only one of the two"
                 )
 
 

@@ -179,9 +179,9 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
         return How.JOIN
     other = f" for a micro-batch and {list(whole.shape)} for the batch" if one.shape != whole.shape else ""
     raise DhelixError(
-        f"aux{jax.tree_util.keystr(path)} is {one.dtype}{list(one.shape)}{other}, and there is no one way to"
-        f" combine {count} of them: return numbers (a flag as an integer), or arrays with the batch as leading"
-        " axis, or compute it outside value_and_grad"
+        f"aux{jax.tree_util.keystr(path)} is {one.dtype}{list(one.shape)}{other}, and {count} of them cannot be "
+        "combined in one obvious way: return numbers (a flag as an integer), or arrays with the batch as leading "
+        "axis, or compute it outside value_and_grad"
     )
 
 

@@ -77,7 +77,7 @@ class Loop:
                 " loss that returns the weight of a micro-batch, such as its number of unmasked tokens"
             )
         if self.reduce != "weighted" and options.weights is not None:
-            raise DhelixError(f'weights= weighs nothing with reduce="{self.reduce}": take reduce="weighted"')
+            raise DhelixError(f'weights= has no effect with reduce="{self.reduce}": use reduce="weighted"')
         self.arguments = Arguments.of(options.naming, args, kwargs, microbatches)
 
     def run(self) -> Any:
@@ -134,7 +134,7 @@ class Loop:
         assert self.options.weights is not None
         weight = jnp.asarray(self.options.weights(*args, **kwargs), jnp.float32)
         if weight.shape:
-            raise DhelixError(f"weights= must return one number for a micro-batch, not shape {weight.shape}")
+            raise DhelixError(f"weights= must return one number per micro-batch, not shape {weight.shape}")
         return weight
 
     def _plan(self, likes: Sequence[Any], result: Any) -> list[Combination]:
@@ -164,9 +164,13 @@ class PipelinedLoop(Loop):
         super().__init__(options, *rest)
         self.fold = fold
         if options.holomorphic:
-            raise DhelixError("pipeline=: holomorphic=True cannot be had; losses and parameters are real there")
+            raise DhelixError(
+                "pipeline=: holomorphic=True is not supported, because losses and parameters are real; leave it out"
+            )
         if self.carried is not None:
-            raise DhelixError("pipeline=: split objects of Flax NNX, and differentiate by their state (nnx.split)")
+            raise DhelixError(
+                "pipeline=: split Flax NNX objects with nnx.split, and differentiate with respect to their state"
+            )
 
     def run(self) -> Any:
         args = self.arguments.args
@@ -213,11 +217,11 @@ def _check_parameters(parameters: Sequence[Any]) -> None:
         like = jax.typeof(leaf)
         if collection == OVERWRITTEN:
             name = jax.tree_util.keystr(path[1:])
-            raise DhelixError(f"pipeline=: the gradient of {name} overwrites it, and a pipeline only adds up gradients")
+            raise DhelixError(f"pipeline=: the gradient of {name} overwrites it, but a pipeline only adds up gradients")
         if not jnp.issubdtype(like.dtype, jnp.floating):
             raise DhelixError(
-                f"pipeline=: a parameter is {like.dtype}{list(like.shape)} and has no real gradient: pass it beside the"
-                " parameters that argnums= names"
+                f"pipeline=: a parameter is {like.dtype}{list(like.shape)} and has no real gradient: pass it as an "
+                "argument that argnums= does not name"
             )
 
 
@@ -225,6 +229,6 @@ def _check_numbers(outputs: Sequence[Any]) -> None:
     for output in outputs:
         if output.shape or not jnp.issubdtype(output.dtype, jnp.number):
             raise DhelixError(
-                f"pipeline=: the loss function returns {output.dtype}{list(output.shape)}; under a pipeline its loss"
-                " and auxiliary outputs are numbers: reduce them there"
+                f"pipeline=: the loss function returns {output.dtype}{list(output.shape)}; under a pipeline its loss "
+                "and auxiliary outputs must be numbers: reduce them in the loss function"
             )

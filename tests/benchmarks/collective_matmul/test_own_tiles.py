@@ -54,7 +54,7 @@ def test_a_table_has_medians() -> None:
     "arguments, why",
     [
         (["--shapes", "8192x2048"], "'8192x2048' is no shape"),
-        (["--shapes", "8192x2048x4100"], "no multiple"),
+        (["--shapes", "8192x2048x4100"], "not a multiple"),
         (["--devices", "16"], "more than 8"),
         ([], "there is no GPU"),
     ],

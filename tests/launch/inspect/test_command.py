@@ -209,7 +209,7 @@ def test_the_largest_module_of_a_folder_and_says_which(dump: Dump, capsys: pytes
 def test_tables(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_inspect(dump() / f"{NAME}.txt", "--hardware=A40") == 0  # of which there is no profile
     text = capsys.readouterr().out
-    assert "estimates of the roofline cost model for A40" in text
+    assert "estimates from the roofline cost model for A40" in text
     for word in ("all-gather-start.1", "all-reduce.1", "GEMM", "copy.1", "exposed", "memory: peak"):
         assert word in text
 
@@ -256,7 +256,7 @@ def test_compare(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_compare_matches_collectives_and_says_what_is_unfair(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_inspect(dump(), "--compare", dump("after")) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Collectives of both, by what they gain" in text and "against the first dump" in text
+    assert "Collectives of both dumps, largest gain first" in text and "compared with the first dump" in text
     assert "Not a fair comparison" not in text
     found = inspect.inspect_dump(dump())
     twice = dataclasses.replace(found, parts=dataclasses.replace(found.parts, flops=2 * found.parts.flops))
@@ -278,7 +278,7 @@ def test_no_ratio_to_what_rounds_to_nothing(dump: Dump) -> None:
     output = io.StringIO()
     inspect.print_tables([before, after], console=Console(file=output, width=144))
     lines = output.getvalue().splitlines()
-    (lost,) = (line for line in lines if "slow-down beside" in line)
+    (lost,) = (line for line in lines if "slow-down by overlapping" in line)
     assert "0.5 ms" in lost and " x " not in lost
     assert any("1.00 x" in line for line in lines if "step" in line)
 
@@ -295,7 +295,7 @@ def test_times_of_a_profile(dump: Dump, capsys: pytest.CaptureFixture[str], monk
     assert inspect.inspect_dump(dump(), "A40", profile="auto").cost_model == "roofline"
     assert inspect.inspect_dump(dump(), "H200").cost_model == "roofline"
     assert dhelix_inspect(dump(), "--hardware=H200") == 0
-    assert "estimates of the profile h200-nvlink" in " ".join(capsys.readouterr().out.split())
+    assert "estimates from the profile h200-nvlink" in " ".join(capsys.readouterr().out.split())
     assert dhelix_inspect(dump(), "--profile", "missing.json") == 1
     assert "missing.json: cannot be read" in capsys.readouterr().err
 
@@ -307,7 +307,7 @@ def test_a_compiled_step() -> None:
     assert found.picture.title == "small step"
     assert found.collectives == () and found.hidden_share == 1.0
     assert found.hardware == "H200" and found.notes == (
-        "compiled for cpu, which nothing describes: times are those of an H200",
+        "compiled for cpu, which dhelix does not know: times are for an H200",
     )
     assert inspect.inspect_compiled(compiled, "A40").notes == ()
     assert found.memory is not None
@@ -336,7 +336,7 @@ def _binary(path: Path) -> None:
         (
             "x.txt",
             lambda p: p.write_text(TEXT[: len(TEXT) // 2]),
-            "is cut short: the text ends in line 29, inside of the module; dump or copy it again",
+            "is cut short: the text ends in line 29, inside the module; dump or copy it again",
         ),
         (
             "x.txt",
@@ -391,6 +391,6 @@ def test_wrong_arguments(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert dhelix_inspect(dump(), "--titles=before,after") == 1
     assert "--titles has 2 for 1 dump" in capsys.readouterr().err
     assert dhelix_inspect(dump(), "--headline=Mine") == 1
-    assert "--headline is of the picture; give --png a file" in capsys.readouterr().err
+    assert "--headline is printed in the picture; add --png FILE" in capsys.readouterr().err
     with pytest.raises(DhelixError, match="no hardware 'B9000'"):
         inspect.inspect_dump(dump(), "B9000")

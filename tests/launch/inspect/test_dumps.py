@@ -74,11 +74,11 @@ def test_a_module_is_read_whatever_its_file_is_called(tmp_path: Path, name: str,
         (gzip.compress(TEXT.encode())[:-12], "is a damaged gzip file .*; copy it again"),
         (b"\x1f\x8bnothing", "is a damaged gzip file"),
         (b"Dear reader,\nno module here.\n", "no line starts with `HloModule`"),
-        (TEXT[:-9].encode(), "cut short: the text ends in line 6, inside of the module; dump or copy it again"),
+        (TEXT[:-9].encode(), "cut short: the text ends in line 6, inside the module; dump or copy it again"),
         (TEXT.replace("add(a", "plus(a").encode(), r"cannot read from line 6 on \(.*Unknown opcode: plus\)"),
         (b"log\nlog\n" + TEXT.replace("add(a", "plus(a").encode(), "cannot read from line 8 on"),
-        (TEXT.replace("parameter(0)", "parameter(3)").encode(), "is no module that XLA would run"),
-        (TEXT.replace(", is_scheduled=true", "").encode(), "is not scheduled, and estimates follow the schedule; dump"),
+        (TEXT.replace("parameter(0)", "parameter(3)").encode(), "is not a valid module"),
+        (TEXT.replace(", is_scheduled=true", "").encode(), "is not scheduled, but estimates need a schedule; dump"),
     ],
 )
 def test_what_holds_no_module_gets_one_sentence(tmp_path: Path, content: bytes, message: str) -> None:
@@ -113,7 +113,7 @@ def damaged(damage: Callable[[HloModule], object]) -> bytes:
 )
 def test_a_module_is_verified_before_anything_is_computed(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.hlo.pb").write_bytes(content)
-    with pytest.raises(DhelixError, match=f"is no module that XLA would run: .*{message}.*; dump or copy it again"):
+    with pytest.raises(DhelixError, match=f"is not a valid module: .*{message}.*; dump or copy it again"):
         dumps.read(tmp_path / "x.hlo.pb")
 
 
@@ -124,12 +124,12 @@ AFTER = "module_0001.jit_step.sm_9.0a_gpu_after_optimizations.txt"
 @pytest.mark.parametrize(
     ("name", "others", "advice"),
     [
-        ("module_0001.jit_step.before_optimizations.txt", {AFTER: TEXT}, f"give {AFTER} of the same folder"),
+        ("module_0001.jit_step.before_optimizations.txt", {AFTER: TEXT}, f"give {AFTER} in the same folder"),
         ("module_0001.jit_step.before_optimizations.txt", {AFTER: UNSCHEDULED}, "dump with XLA_FLAGS="),
         ("module_0002.jit_step.before_optimizations.txt", {AFTER: TEXT}, "dump with XLA_FLAGS="),
         ("mine.hlo", {f"other/{AFTER}": TEXT}, "dump with XLA_FLAGS="),
         ("mine.hlo", {AFTER: TEXT}, "dump with XLA_FLAGS="),
-        (AFTER, {}, "what wrote it makes no schedule: compile the step by jax for GPUs"),
+        (AFTER, {}, "its writer makes no schedule: compile the step with JAX for GPUs"),
     ],
 )
 def test_advice_names_another_file_of_the_same_module_or_none(
@@ -157,7 +157,7 @@ def test_text_that_cannot_be_read_beside_its_proto(tmp_path: Path) -> None:
     with pytest.raises(DhelixError, match="dump with XLA_FLAGS="):
         dumps.read(tmp_path / "x.txt")
     (tmp_path / "x.hlo.pb").write_bytes(wrapped(PROTO))
-    with pytest.raises(DhelixError, match="give x.hlo.pb of the same folder, which every version reads"):
+    with pytest.raises(DhelixError, match="give x.hlo.pb in the same folder, which every version reads"):
         dumps.read(tmp_path / "x.txt")
 
 
@@ -165,7 +165,7 @@ def test_notes_say_what_was_left_out(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(TEXT.replace("negate(a)", "negate(a), made_up=7") + "// end\nbye\n")
     left_out, after = sorted(dumps.read(tmp_path / "x.txt").notes)
     assert left_out.startswith("attributes that jaxlib") and left_out.endswith("left out: made_up of negate")
-    assert after == "the text from line 9 on is no part of the module"
+    assert after == "the text from line 9 on is not part of the module"
 
 
 @pytest.mark.parametrize("address", ["", "0x27017c46b600, "])

@@ -35,7 +35,7 @@ def test_a_module_and_what_may_stand_around_it(text: str) -> None:
 
 def test_text_behind_the_entry_is_said_and_left_out() -> None:
     best, notes = choose(find_modules(f"{ONE}\nreal 0m3.2s\n"))
-    assert notes == ["the text from line 7 on is no part of the module"]
+    assert notes == ["the text from line 7 on is not part of the module"]
     assert "real" not in best.text
 
 
@@ -60,7 +60,7 @@ def test_of_several_modules_the_largest_scheduled_one() -> None:
     assert best.name == "large" and best.line == 7
     assert notes == [
         "the file holds 4 modules, and this is large (line 7), the largest; left out: one (line 1), before (line 13),"
-        " cut (line 20). Give each a file of its own to see it"
+        " cut (line 20). Put each module into its own file to see it"
     ]
 
 

@@ -85,7 +85,7 @@ def test_a_gpu_that_nobody_described_is_described_by_its_dump(
     gpu, (note,) = choose(tmp_path, description)
     assert (gpu.name, gpu.memory_bandwidth, gpu.like) == (name, 1000e9, "")
     assert gpu.peak_flops == pytest.approx(peak) and gpu.intra_bandwidth == pytest.approx(link)
-    assert "follow from what its target description says" in note and "--hardware names another GPU" in note
+    assert "are estimated from its target description" in note and "name another GPU with --hardware" in note
 
 
 @pytest.mark.parametrize(
@@ -94,18 +94,18 @@ def test_a_gpu_that_nobody_described_is_described_by_its_dump(
         (
             "module_0001.jit_f.sm_9.0a_gpu_after_optimizations.txt",
             "H200",
-            "9.0 alone, that of H100 and H200: .* an H200",
+            "9.0, which fits H100 and H200: .* an H200",
         ),
         (
             "module_0001.jit_f.sm_8.0_gpu_after_optimizations.hlo.pb",
             "A100",
-            "8.0 alone, .*: times are those of an A100",
+            "8.0, .*: times are for an A100",
         ),
-        ("module_0001.jit_f.sm_10.0a_gpu_after_optimizations.txt", "B200", "10.0 alone, .*: times are those of a B200"),
+        ("module_0001.jit_f.sm_10.0a_gpu_after_optimizations.txt", "B200", "10.0, .*: times are for a B200"),
         (
             "step.hlo",
             "H200",
-            "^nothing says which GPU step.hlo was compiled for: times are those of an H200; --hardware",
+            "^step.hlo does not say which GPU it was compiled for: times are for an H200; name another GPU",
         ),
     ],
 )
@@ -129,18 +129,21 @@ def test_a_gpu_that_cannot_be_described_is_asked_for(
     if what is None:  # a description of another module is none
         assert choose(tmp_path, description, name)[0].name == "H200"
         return
-    with pytest.raises(DhelixError, match=f"was compiled for {what}, which nothing describes; say by --hardware"):
+    with pytest.raises(
+        DhelixError,
+        match=f"was compiled for {what}, which dhelix does not know; choose a GPU for the times with --hardware",
+    ):
         choose(tmp_path, description, name)
     assert choose(tmp_path, description, name, hardware.H100) == (
         hardware.H100,
-        (f"compiled for {what}; times are those of an H100",),
+        (f"compiled for {what}; times are for an H100",),
     )
 
 
 def test_the_users_choice_counts(tmp_path: Path) -> None:
     assert choose(tmp_path, config("NVIDIA H100 80GB HBM3"), chosen=hardware.H100_NO_P2P)[1] == ()
     gpu, notes = choose(tmp_path, chosen=hardware.A40)
-    assert gpu is hardware.A40 and notes == ("compiled for H100; times are those of an A40",)
+    assert gpu is hardware.A40 and notes == ("compiled for H100; times are for an A40",)
     assert choose(tmp_path, name="step.hlo", chosen=hardware.A40) == (hardware.A40, ())
 
 
@@ -155,18 +158,18 @@ def test_the_users_choice_counts(tmp_path: Path) -> None:
 def test_another_backend_is_refused_unless_a_gpu_is_named(
     tmp_path: Path, name: str, description: str, module: HloModule, backend: str
 ) -> None:
-    with pytest.raises(DhelixError, match=f"was compiled for {backend}, and there are times of NVIDIA GPUs only; name"):
+    with pytest.raises(DhelixError, match=f"was compiled for {backend}, but only times of NVIDIA GPUs are known; name"):
         choose(tmp_path, description, name, module=module)
     gpu, notes = choose(tmp_path, description, name, hardware.H100, module)
-    assert gpu is hardware.H100 and notes == (f"compiled for {backend}; times are those of an H100",)
+    assert gpu is hardware.H100 and notes == (f"compiled for {backend}; times are for an H100",)
 
 
 def test_devices_in_hand() -> None:
     assert targets.of_kind("NVIDIA H100 80GB HBM3") == (hardware.H100, ())
     gpu, (note,) = targets.of_kind("NVIDIA H100 PCIe")
-    assert gpu is hardware.H200 and "compiled for NVIDIA H100 PCIe, which nothing describes" in note
+    assert gpu is hardware.H200 and "compiled for NVIDIA H100 PCIe, which dhelix does not know" in note
 
 
 def test_a_dump_of_cpus_is_shown_and_said_to_be_one(tmp_path: Path) -> None:
     gpu, (note,) = choose(tmp_path, name="module_0001.jit_f.cpu_after_optimizations.txt")
-    assert gpu is hardware.H200 and "compiled for CPU" in note and "times are those of an H200" in note
+    assert gpu is hardware.H200 and "compiled for CPU" in note and "times are for an H200" in note

@@ -71,7 +71,7 @@ def test_a_gpu_like_the_one_that_was_profiled(dump: Path, plan: RunPlan) -> None
     profiled, like = (json.loads(plan(*flags, f"--hardware={gpu}")[1]) for gpu in ("H200", "H100"))
     assert (profiled["hardware"], like["hardware"]) == ("H200", "H100")
     assert like["guessed_fraction"] == pytest.approx(profiled["guessed_fraction"], abs=0.05)
-    assert "costs what it does on the H200" in " ".join(plan(*flags, "--hardware=H100")[2].split())
+    assert "are taken from the H200" in " ".join(plan(*flags, "--hardware=H100")[2].split())
 
 
 def test_a_preset_for_a_gpu_that_nobody_described(plan: RunPlan) -> None:
@@ -122,7 +122,7 @@ def test_tables_of_a_dump(dump: Path, plan: RunPlan) -> None:
     assert status == 0
     for words in ("One step under each launch setting", "Collectives under connections1", "and 1 more", "beta gemm"):
         assert words in text
-    assert "What runs with what: both strands" in text and "could save at most" in text
+    assert "Operators that run together: both strands" in text and "could save at most" in text
     assert "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
 
@@ -143,10 +143,10 @@ def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: RunPlan, 
 def test_what_nobody_measured_between_nodes_is_said_and_can_be_set(dump: Path, plan: RunPlan) -> None:
     flags = dump, "--settings=default", "--gpus_per_node=2"
     usual, slow = (plan(*flags, *more)[1] for more in ((), ("--inter_bandwidth=5",)))
-    assert "assumed: 45 GB/s of each GPU between nodes of 2 (--inter_bandwidth, --gpus_per_node)" in usual
-    assert "assumed: 5 GB/s of each GPU between nodes of 2" in slow
+    assert "assumed: 45 GB/s per GPU between nodes of 2 GPUs (--inter_bandwidth, --gpus_per_node)" in usual
+    assert "assumed: 5 GB/s per GPU between nodes of 2 GPUs" in slow
     status, text, _ = plan(dump, "--settings=default", "--inter_bandwidth=5")
-    assert status == 0 and "assumed" not in text and "--inter_bandwidth changes nothing" in text
+    assert status == 0 and "assumed" not in text and "--inter_bandwidth has no effect" in text
 
 
 def test_a_profile_of_another_jax_is_said(dump: Path, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_plan_keeps_to_how_many_collectives_may_be_in_flight() -> None:
 def test_the_picture_has_both_strands_and_what_they_send() -> None:
     found = search(program(), MODEL, DP, MemoryLimit(None))
     drawn = plan_picture.picture(found)
-    assert "predicted, nothing ran" in drawn.title
+    assert "predicted, not run" in drawn.title
     before, after = drawn.panels
     assert "in the order of the dump: one of 1 iterations" in before.heading and "After: one of 1 " in after.heading
     assert before.end == pytest.approx(1e6 * found.seconds_xla, rel=1e-4)
@@ -218,9 +218,9 @@ def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_per
     frugal = program(Memory(1 << 30, 0, 0, 1 << 20, "test"))
     for limit, words in (
         (MemoryLimit.of(1 << 30, None), "within --memory_limit=1GiB; "),
-        (MemoryLimit.of(None, frugal), r"within 1\.03 GiB, what the plain step needs and 3%; "),
+        (MemoryLimit.of(None, frugal), r"at most 1\.03 GiB \(the plain step's memory plus 3%\); "),
     ):
-        said = f"{words}the smallest limit that would do is --memory_limit="
+        said = f"{words}the smallest sufficient limit is --memory_limit="
         with pytest.raises(OverLimitError, match=said) as refused:
             search(step, MODEL, DP, limit)
         assert search(step, MODEL, DP, MemoryLimit.of(refused.value.needed, None)).plan.bodies
@@ -257,7 +257,7 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
     assert fast.seconds < slow.seconds
     assert confirmed(2.0)[0] is fast
     assert confirmed(1.5) == (slow, Memory(1 << 30, 0, 0, 0, "test"))
-    assert "the smallest limit that would do is --memory_limit=2GiB " in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "the smallest sufficient limit is --memory_limit=2GiB " in console.file.getvalue()  # type: ignore[attr-defined]
     with pytest.raises(OverLimitError, match="--memory_limit=1GiB "):
         confirmed(0.5)
 
@@ -302,7 +302,7 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
     (one,) = candidates(large, small)
     assert one.program is small
     assert "Left out: no order of two strands" in console.file.getvalue()  # type: ignore[attr-defined]
-    with pytest.raises(OverLimitError, match="the smallest limit that would do is --memory_limit=2."):
+    with pytest.raises(OverLimitError, match="the smallest sufficient limit is --memory_limit=2."):
         candidates(large)
 
 
@@ -313,14 +313,14 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("a", "--preset=llama-8b"), "give one step"),
         (("missing",), "there is no file or folder missing"),
         (("plan.json",), "there is no file or folder plan.json"),
-        (("DUMP", "--memory_limit=1GiB", "--settings=default"), "does not say how much memory its arguments take"),
+        (("DUMP", "--memory_limit=1GiB", "--settings=default"), "does not tell the size of its arguments"),
         (("DUMP", "--memory_limit=1"), "memory_limit='1': give bytes as a number, or with a unit"),
-        (("DUMP", "--schedule=xla"), "--schedule xla plans nothing; take one of dp, list"),
-        (("DUMP", "--settings=fast"), "--settings fast means nothing; take of default"),
-        (("DUMP", "--link=two-nodes", "--settings=user-buffers"), "nothing under the launch setting"),
+        (("DUMP", "--schedule=xla"), "--schedule xla makes no plan; use one of dp, list"),
+        (("DUMP", "--settings=fast"), "--settings fast is unknown; choose from default"),
+        (("DUMP", "--link=two-nodes", "--settings=user-buffers"), "no measurements under launch setting"),
         (("DUMP", "--profile=missing.json"), "cannot be read"),
-        (("DUMP", "--gpus_per_node=3"), "4 GPUs are no whole nodes of 3: give another --gpus_per_node, or --mesh"),
-        (("DUMP", "--skew=1"), "a dump is a step as it was compiled; leave out --skew"),
+        (("DUMP", "--gpus_per_node=3"), "4 GPUs do not fill nodes of 3: change --gpus_per_node or --mesh"),
+        (("DUMP", "--skew=1"), "a dump is already compiled, so its strands cannot be shifted; leave out --skew"),
         (("--preset=llama-8b", "--skew=one"), "--skew one: give numbers of layers"),
         (("--preset=llama-8b", "--pp=2", "--skew=0,1"), "leave out --pp or --skew"),
         (("DUMP", "--link=no-p2p", "--settings=default", "--out=missing/plan.json"), "cannot write missing"),

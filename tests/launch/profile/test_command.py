@@ -194,7 +194,7 @@ def test_an_interrupted_run_leaves_a_valid_file_and_goes_on(
         patched.setattr(profile_recorded.Recorded, "measure", until_pairs)
         assert dhelix_profile(dump, "--recorded", record, "--out", out) == 130
     shown = capsys.readouterr()
-    assert f"Interrupted; what was measured is in {out}, and the same command goes on from there." in shown.out
+    assert f"Interrupted; {out} holds what was measured, and the same command continues from there." in shown.out
     assert "Traceback" not in shown.err
     section = storage.load(out).section("default")
     assert section.operators and not section.pairs
@@ -222,7 +222,7 @@ def test_tables(dump: Path, record: Path, tmp_path: Path, capsys: pytest.Capture
 def test_without_gpus_it_says_what_it_would_measure(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_profile(dump, "--settings=default,connections1", "--hardware=H100") == 0
     text = capsys.readouterr().out
-    assert "no GPU here, so nothing is measured. On 4 x H100 this command would measure:" in text
+    assert "Without a GPU nothing is measured. On 4 x H100 this command would measure:" in text
     line = "2 operators and 1 collectives alone, 9 pairs; 1 cannot run alone"
     assert f"under default: {line}" in text and f"under connections1: {line}" in text
     assert "0.0% measured, 0.0% interpolated, 100.0% guessed" in text
@@ -295,7 +295,7 @@ def test_profiles_of_different_hardware_are_compared_with_a_warning(
         storage.save(Profile(gpu, "nvlink"), tmp_path / name)
     assert dhelix_profile("--compare", tmp_path / "one.json", "--out", tmp_path / "two.json") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "warning: the profiles compared are of different hardware: H100 with link nvlink, and H200" in text
+    assert "warning: the compared profiles are for different hardware: H100 with link nvlink, and H200" in text
     assert "no entry in common" in text
 
 
@@ -333,20 +333,20 @@ def test_a_file_that_is_no_profile_of_this_is_left_as_it_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a step: --preset NAME, or a dump"),
+        ([], "give a step (--preset NAME, or a dump)"),
         (["DUMP", "DUMP"], "give one step"),
         (["DUMP", "--preset=llama-demo"], "give one step"),
-        (["DUMP", "--settings=fast"], "--settings fast means nothing; take of default, connections1"),
+        (["DUMP", "--settings=fast"], "--settings fast is unknown; choose from default, connections1"),
         (["DUMP", "--link=two-nodes", "--bases=llama-8b"], "measured within a node"),
         (["DUMP", "--recorded=r.json"], "--recorded needs --out"),
-        (["DUMP", "--recorded=r.json", "--out=o.json", "--collectives"], "leave --collectives away"),
+        (["DUMP", "--recorded=r.json", "--out=o.json", "--collectives"], "leave out --collectives"),
         (["--collectives", "--heat_map=p.png"], "--heat_map is for a step"),
         (["DUMP", "--recorded=missing.json", "--out=o.json"], "missing.json"),
         (["--compare=missing.json", "--out=o.json"], "missing.json: cannot be read"),
         (["DUMP", "--compare=missing.json"], "missing.json: cannot be read"),
         (["missing.txt"], "no such file or folder"),
         (["DUMP", "--heat_map=p.png"], "there is nothing to draw"),
-        (["DUMP", "--perf_table=c.pbtxt"], "measure with --collectives"),
+        (["DUMP", "--perf_table=c.pbtxt"], "run with --collectives"),
         (["DUMP", "--pgle=none/t.pbtxt"], "cannot write"),
         (["--preset=llama-demo", "--mesh=tp=3"], ""),
     ],

@@ -98,7 +98,10 @@ def test_two_nodes_are_two_processes(out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "message"),
-    [("error", "setting default: no room"), ("crash", "ended with status 1 .Fatal: the card is on fire.*goes on from")],
+    [
+        ("error", "setting default: no room"),
+        ("crash", "ended with status 1 .Fatal: the card is on fire.*continues from"),
+    ],
 )
 def test_what_goes_wrong_is_said(out: Path, monkeypatch: pytest.MonkeyPatch, mode: str, message: str) -> None:
     monkeypatch.setenv("WORKER_MODE", mode)
@@ -180,7 +183,7 @@ def test_the_command_stops_in_time(
 ) -> None:
     monkeypatch.setattr(time, "monotonic", iter(range(0, 10**7, 10)).__next__)
     assert dhelix_profile("--preset=llama-demo", "--mesh=tp=4", "--out", out, "--budget_s=5") == 0
-    assert f"Stopped after 5 s (--budget_s); what was measured is in {out}" in capsys.readouterr().out
+    assert f"Stopped after 5 s (--budget_s); {out} holds what was measured" in capsys.readouterr().out
     assert seen(out)["request"]["preset"]["preset"] == "llama-demo"
     assert seen(out)["request"]["preset"]["plain"] is True
 
@@ -215,12 +218,12 @@ def test_explain_measures_nothing(out: Path, capsys: pytest.CaptureFixture[str])
 
 def test_more_gpus_than_there_are(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_profile("--preset=llama-demo", "--mesh=dp=2,tp=4", "--out", out) == 1
-    assert "the step needs 8 GPUs, and there are 4" in capsys.readouterr().err
+    assert "the step needs 8 GPUs, but there are 4" in capsys.readouterr().err
     step = tmp_path / "step.txt"
     step.write_text(STEP.replace("[8192,8192]{1,0} all", "[65536,8192]{1,0} all"))
     assert not Path(f"{out}.0").exists()
     dhelix_profile(step, "--out", out)
-    assert "The step is of 8 GPUs, and there are 4: its operators are measured" in capsys.readouterr().out
+    assert "The step is for 8 GPUs, but there are 4: only its operators" in capsys.readouterr().out
     assert seen(out)["request"]["module"] == str(step)
 
 

@@ -25,16 +25,16 @@ def test_the_gpu_of_the_dump_or_the_one_that_is_asked_for(tmp_path: Path) -> Non
     file = write(tmp_path, gpu='name: "NVIDIA H100 80GB HBM3"')
     step = profile_step.of_dump(file)
     assert step.hardware == "H100"
-    assert step.notes == ("the text from line 6 on is no part of the module",)
+    assert step.notes == ("the text from line 6 on is not part of the module",)
     step = profile_step.of_dump(file, "A100")
-    assert (step.hardware, step.notes[-1]) == ("A100", "compiled for H100; times are those of an A100")
+    assert (step.hardware, step.notes[-1]) == ("A100", "compiled for H100; times are for an A100")
     program = plan_step.of_dump(file, "A100")
     assert (program.hardware, program.notes) == (step.hardware, step.notes)
 
 
 def test_nothing_is_taken_for_an_h200_in_silence(tmp_path: Path) -> None:
     step = profile_step.of_dump(write(tmp_path, "step.hlo"))
-    assert step.hardware == "H200" and "times are those of an H200" in step.notes[-1]
+    assert step.hardware == "H200" and "times are for an H200" in step.notes[-1]
 
 
 CARD = """name: "NVIDIA H100 PCIe"
@@ -46,11 +46,14 @@ cuda_compute_capability { major: 9 }
 def test_a_gpu_that_nothing_describes_is_asked_for(tmp_path: Path) -> None:
     """Unlike `inspect`, which makes do with what its dump says: profiles and plans are of a named GPU."""
     file = write(tmp_path, gpu=CARD)
-    with pytest.raises(DhelixError, match="was compiled for H100-PCIe, which nothing describes; say by --hardware"):
+    with pytest.raises(
+        DhelixError,
+        match="was compiled for H100-PCIe, which dhelix does not know; choose a GPU for the times with --hardware",
+    ):
         profile_step.of_dump(file)
     assert profile_step.of_dump(file, "H100-PCIe").hardware == "H100-PCIe"  # a machine that has such cards
 
 
 def test_a_dump_of_cpus_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DhelixError, match="was compiled for CPU, and profiles are of GPUs"):
+    with pytest.raises(DhelixError, match="was compiled for CPU, but profiles are for GPUs"):
         profile_step.of_dump(write(tmp_path, "module_0001.jit_f.cpu_after_optimizations.txt"))

@@ -91,7 +91,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
     before = sorted((tmp_path / "run").rglob("*"))
     for arguments, says in (
         ([], "holds checkpoints up to step 4; give --resume"),
-        (["--resume"], "holds step 4 already; give --steps more"),
+        (["--resume"], "already holds step 4; give a larger --steps"),
         (["--resume", "--layers=3"], "another model: model.layers is 2 there and 3 here"),
         (
             ["--resume", "--preset=llama-8b", "--seq=32"],
@@ -118,7 +118,7 @@ def fake_run(losses: list[float]) -> trainer.Run:
 
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, {}) as checkpoints:
-        with pytest.raises(DhelixError, match="the loss of step 3 is nan; take a smaller --lr"):
+        with pytest.raises(DhelixError, match="the loss of step 3 is nan; use a smaller --lr"):
             trainer.train(fake_run([2.0, 1.0, float("nan"), 1.0]), checkpoints)
     with Checkpoints(tmp_path, {}) as checkpoints:
         assert checkpoints.latest_step == 2
@@ -130,7 +130,7 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         trainer.train(run, checkpoints)
         run.first = 1
         say_resumed(run, checkpoints, Console(file=text))
-    assert "note: seed was 5 and is 0, so the batches are not" in text.getvalue()
+    assert "note: seed was 5 and is now 0, so the batches differ" in text.getvalue()
     assert text.getvalue().count("note: ") == 1
 
 
@@ -145,19 +145,19 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--pp=2", "--mesh=dp=1,tp=4", "--layers=4", "--microbatches=4", "--skew=1"], "by its own schedule"),
         (["--plain", "--collective_matmul=ring"], "leave out --plain or --collective_matmul"),
         (["--collective_matmul=rings"], "rings"),
-        (["--schedule=xla", "--max_in_flight=1"], "take another schedule"),
+        (["--schedule=xla", "--max_in_flight=1"], "use another schedule"),
         (["--plan=/nowhere.json"], "/nowhere.json"),
         (["--profile=/nowhere.json"], "/nowhere.json: cannot be read"),
-        (["--vocab=100"], "the model has 100 tokens, and bytes need 256: give --vocab"),
+        (["--vocab=100"], "the model has 100 tokens, but bytes need 256; give --vocab 256"),
         (["--vocab=302"], "vocab = 302 does not divide by tp = 4"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
-        (["--process_id=0"], "means nothing without --distributed"),
+        (["--process_id=0"], "has no effect without --distributed"),
         (["corpus.txt"], "'corpus.txt' is no flag"),
-        (["--mesh=pp=2"], "give the axes dp and tp"),
-        (["--mesh=dp=4,tp=4"], "needs 16 devices, and there are 8; --cpu_devices"),
+        (["--mesh=pp=2"], "give sizes of the axes dp and tp"),
+        (["--mesh=dp=4,tp=4"], "needs 16 devices, but there are 8; to try it out on N CPU devices, give --cpu_devices"),
         (["--mesh=dp=1,tp=8"], "kv_heads = 4 does not divide by tp = 8"),
-        (["--batch=6"], "a batch of 6 rows does not divide by 2 micro-batches x dp 2; use a multiple of 4"),
+        (["--batch=6"], "a batch of 6 rows is not divisible by 2 micro-batches x dp 2; use a multiple of 4"),
         (["--seq=18"], "does not divide by tp 4"),
         (["--data=/nowhere"], "no file or folder /nowhere"),
         (["--seq=1000000"], "a row of --seq 1000000 needs 1000001"),
@@ -218,7 +218,7 @@ def test_interrupted_runs_say_what_is_kept_in_one_line(
 
     monkeypatch.setattr(trainer, "train", interrupted)
     assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}") == 130
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no whole checkpoint in")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no complete checkpoint in")
 
 
 def test_resuming_from_no_folder_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_bad_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(data.DataError, match="holds no text"):
         data.load(tmp_path / "empty")
-    with pytest.raises(data.DataError, match="holds 16 bytes, and a row of --seq 16 needs 17"):
+    with pytest.raises(data.DataError, match="holds 16 bytes, but a row of --seq 16 needs 17"):
         corpus(16).batch(0, 8, 16)
     if os.geteuid():
         (tmp_path / "secret").write_text("text")

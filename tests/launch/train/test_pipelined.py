@@ -147,7 +147,7 @@ def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
         make_pipelined_step(CONFIG, make_mesh(2, 2), OPTIMIZER, microbatches=3)
     with pytest.raises(DhelixError, match="schedule='zigzag'"):
         with_choices(schedule="zigzag")
-    with pytest.raises(DhelixError, match="sharding='manual' means nothing"):
+    with pytest.raises(DhelixError, match="sharding='manual' does not work in a pipeline"):
         with_choices(sharding="manual")
     with pytest.raises(DhelixError, match="needs sharding='shard_map'"):
         with_choices(sharding="auto", shared_ends=True)

@@ -1,4 +1,4 @@
-"""Buffers of messages: what is sent stays where it is, what is received is what the `-done` hands out."""
+"""Buffers of messages: a sent buffer stays where it is, and the `-done` returns the received buffer."""
 
 from dhelix.passes.analysis.buffers import Buffers
 from dhelix.passes.hlo import HloModule

@@ -1,4 +1,4 @@
-"""What collectives move and between whom, in the spellings that XLA has printed from 2022 on."""
+"""Bytes, kinds and device groups of collectives, in all spellings that XLA has printed since 2022."""
 
 import pytest
 
@@ -135,20 +135,20 @@ BOTH = "replica_count=2, num_partitions=4"
 @pytest.mark.parametrize(
     ("attributes", "header", "groups"),
     [
-        # Devices, in all forms of lists.
+        # Groups of devices, in all forms of lists.
         (f"replica_groups={{{{0,2}},{{1,3}}}}, {GROUPS.partition(', ')[2]}", "num_partitions=4", ((0, 2), (1, 3))),
         (f"replica_groups=[2,2]<=[4], {GROUPS.partition(', ')[2]}", "num_partitions=4", ((0, 1), (2, 3))),
         (f"replica_groups=[2,2]<=[2,2]T(1,0), {GROUPS.partition(', ')[2]}", "num_partitions=4", ((0, 2), (1, 3))),
         (f"replica_groups={{}}, {GROUPS.partition(', ')[2]}", "num_partitions=4", ((0, 1, 2, 3),)),
         (f"replica_groups={{}}, {GROUPS.partition(', ')[2]}", BOTH, (tuple(range(8)),)),
-        # Replicas; the partitions of each communicate apart.
+        # Groups of replicas; each partition communicates only with the same partition of other replicas.
         ("replica_groups={}", "replica_count=4", ((0, 1, 2, 3),)),
         ("replica_groups={{0,1}}", BOTH, ((0, 4), (1, 5), (2, 6), (3, 7))),
         ("replica_groups={}", BOTH, ((0, 4), (1, 5), (2, 6), (3, 7))),
-        # Replicas with all of their partitions.
+        # Groups of replicas with all of their partitions.
         ("replica_groups={{0},{1}}, channel_id=1", BOTH, ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("replica_groups={}, channel_id=1", "num_partitions=64", (tuple(range(64)),)),
-        # A module that does not say how many devices there are, and numbers that are no replicas.
+        # The module does not give the number of devices, or the numbers exceed its replicas.
         ("replica_groups={{0,1},{2,3}}", "is_scheduled=true", ((0, 1), (2, 3))),
         ("replica_groups={}", "is_scheduled=true", ()),
         ("replica_groups={{0,1},{2,3}}", "num_partitions=4", ((0, 1), (2, 3))),
@@ -167,4 +167,4 @@ def test_partitions_of_each_replica_exchange_apart() -> None:
 def test_the_devices_that_a_text_names_stay_known_in_a_copy() -> None:
     module = HloModule.from_text("HloModule m, num_partitions=64\n\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n")
     assert module.device_counts == module.clone().device_counts == (1, 64)
-    assert HloModule.from_text(module.to_text()).device_counts == (0, 0)  # nothing in the serialized form says it
+    assert HloModule.from_text(module.to_text()).device_counts == (0, 0)  # the serialized form does not hold the counts

@@ -1,4 +1,4 @@
-"""Dimensions followed through reshapes and transposes, against NumPy."""
+"""Factors of dimensions through reshapes and transposes, compared with NumPy."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -34,7 +34,7 @@ def test_dimensions_of_size_one_count_for_nothing() -> None:
 
 @hypothesis.given(DIMENSIONS, st.data())
 def test_what_was_moved_is_brought_back(dimensions: list[int], data: st.DataObject) -> None:
-    """Through transposes and reshapes, at random; the rearrangement undoes them."""
+    """The rearrangement of the factors undoes random transposes and reshapes, and its inverse redoes them."""
     array = np.arange(np.prod(dimensions)).reshape(dimensions)
     factors = whole(dimensions)
     moved: np.ndarray = array

@@ -1,4 +1,4 @@
-"""The walk over what executes: how often, in which order, and through what."""
+"""The walk over everything that executes: how often, in which order, and through which callers."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def module() -> HloModule:
 
 
 def test_how_often_computations_run(module: HloModule) -> None:
-    """Of a conditional all branches count, and the condition of a loop does not."""
+    """All branches of a conditional count; the condition of a loop does not."""
     found = {computation.name: count for computation, count in executions(module).items()}
     assert found == {"e": 1, "body": 6, "inner": 13, "other": 1}
 

@@ -1,4 +1,4 @@
-"""Tiles read as shardings over one mesh, and written back."""
+"""Tile assignments are read as shardings over one mesh, and written back."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_what_is_written_is_read_again() -> None:
     ("shardings", "reason"),
     [
         (["{devices=[2,2,2]0,1,2,3,4,6,5,7}"], "one by one"),
-        (["{devices=[2,1,1,2,2]<=[8] last_tile_dims={manual, replicated}}"], "neither tiles"),
-        (["{devices=[4,1,1]<=[4]}"], "several sizes"),
+        (["{devices=[2,1,1,2,2]<=[8] last_tile_dims={manual, replicated}}"], "neither tiled"),
+        (["{devices=[4,1,1]<=[4]}"], "different numbers of devices"),
     ],
 )
 def test_tiles_of_no_common_mesh_are_refused(shardings: list[str], reason: str) -> None:
@@ -65,5 +65,5 @@ def test_tiles_that_cut_devices_across_each_other_are_refused() -> None:
     threes, fours = (f"{{devices=[{n},1,1,{12 // n}]<=[12] last_tile_dim_replicate}}" for n in (3, 4))
     read = module(threes, fours)
     read.entry.root.proto.ClearField("sharding")
-    with pytest.raises(PassRefusal, match="fit no common mesh"):
+    with pytest.raises(PassRefusal, match="match no common mesh"):
         as_shardy(read)

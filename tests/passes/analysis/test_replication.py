@@ -1,4 +1,4 @@
-"""What is proved to be the same on several devices of a partitioned program, and what is not known."""
+"""Values that are proved to be equal on several devices of a partitioned program, and values that are not."""
 
 import pytest
 
@@ -120,7 +120,7 @@ def test_all_of_several_values_must_be_the_same(module: HloModule) -> None:
     ],
 )
 def test_a_collective_over_another_axis_keeps_it_so(theirs: str, same: bool) -> None:
-    """What pairs {0, 1} and {2, 3} hold alike, and gather from each other: in the same order, or it differs."""
+    """Devices of a pair hold equal values. A gather keeps them equal if both devices gather in the same order."""
     text = """HloModule m
 ENTRY e {
   x = f32[2] parameter(0)
@@ -146,7 +146,7 @@ ENTRY e {
     ],
 )
 def test_a_parameter_is_the_same_where_its_sharding_says_so(axes: list[int], groups: Groups, same: bool) -> None:
-    """Devices count as in a mesh of 2 x 2: {0, 1} and {2, 3} differ in the second axis."""
+    """The devices form a mesh of 2 x 2: 0 and 1 differ in the second axis, and so do 2 and 3."""
     module = HloModule.from_text(TEXT)
     parameter = named(module, "unsaid")
     sharding = parameter.proto.sharding.named_sharding
@@ -159,7 +159,9 @@ def test_a_parameter_is_the_same_where_its_sharding_says_so(axes: list[int], gro
 
 
 def test_a_loop_of_unknown_length_hands_on_nothing_that_it_changes() -> None:
-    """Devices may leave it after different iterations; inside, all are in the same one, or their collectives hang."""
+    """Devices may leave the loop after different iterations, so its results are not proved to be equal. Inside, all
+    devices are in the same iteration, because their collectives would hang otherwise.
+    """
     module = HloModule.from_text(
         TEXT.replace("n = s32[] constant(4)", "d = u32[] partition-id()\n n = s32[] convert(d)")
     )

@@ -1,4 +1,4 @@
-"""Where in the user's program an instruction comes from."""
+"""Source locations of instructions in the user's program."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Collectives of the partitioner written as those of a shard_map: golden, on CPU devices, and what is left alone."""
+"""Collectives of the partitioner in the form that a shard_map has: golden, on CPU devices, and cases left alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def module(lines: str) -> HloModule:
 
 
 def run(given: HloModule) -> tuple[HloModule, list[str]]:
-    """The module after the pass, itself where it did not change, and its notes."""
+    """The module after the pass, the same object if unchanged, and the pass's notes."""
     source = given.to_bytes()
     changed, report = PassManager((CollectiveCanonicalization(),), strict=True).run(Stage.PRE_SCHEDULER, source)
     return given if changed is None else HloModule.from_bytes(changed), [str(n) for n in report.passes[0].notes]
@@ -43,7 +43,7 @@ def opcodes(given: HloModule) -> list[str]:
 
 @pytest.mark.parametrize(("name", "devices", "made"), [(FORWARD, 8, 2), (BACKWARD, 4, 1)])
 def test_golden(name: str, devices: int, made: int) -> None:
-    """The devices compute the same numbers, which are whole, so that no order of additions matters."""
+    """Before and after, the devices compute the same whole numbers, so the order of additions does not matter."""
     before = HloModule.from_text(golden.read(name))
     after, notes = run(HloModule.from_text(golden.read(name)))
     golden.filecheck(golden.printed(after), name)
@@ -125,7 +125,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LATE)
 def test_elementwise_operations_go_before_the_gather(name: str) -> None:
     after, notes = run(module(LATE[name]))
-    assert notes == ["all-gathers behind what is elementwise (count=1)"]
+    assert notes == ["all-gathers moved behind elementwise operations (count=1)"]
     (gather,) = [i for i in after.entry.instructions if i.opcode == "all-gather"]
     assert gather.operands[0].opcode in ("multiply", "maximum", "clamp")
     assert list(gather.operands[0].shape.dimensions) == [2, 8]
@@ -212,7 +212,7 @@ KEPT = {
 def test_a_sum_of_which_each_device_keeps_its_part_is_scattered(name: str) -> None:
     before = module(SCATTERED[name])
     after, notes = run(module(SCATTERED[name]))
-    assert notes == ["reduce-scatters of all-reduces that were cut into parts (count=1)"]
+    assert notes == ["sliced all-reduces are now reduce-scatters (count=1)"]
     assert opcodes(after).count("reduce-scatter") == 1 and "all-reduce" not in opcodes(after)
     before, after = in_tuple(before), in_tuple(after)
     arguments = partitioned.whole_numbers(before, 4)
@@ -231,7 +231,7 @@ def test_sums_left_alone(name: str) -> None:
     assert run(given) == (given, [f"left alone: {reason} (count=1)"])
 
 
-# Both, in any order of dimensions
+# Both rewrites, with the dimensions in any order
 
 STEPS = ("multiply(V, r)", "subtract(r, V)", "maximum(V, r)", "negate(V)", "clamp(least, V, most)")
 MESHES = (("{{0,1,2,3}}", "b = s32[] multiply(n, k)", 2), ("{{0,2},{1,3}}", OF_PAIRS.strip().replace("k =", "four =")
@@ -240,7 +240,7 @@ MESHES = (("{{0,1,2,3}}", "b = s32[] multiply(n, k)", 2), ("{{0,2},{1,3}}", OF_P
 
 @st.composite
 def programs(draw: st.DrawFn) -> str:
-    """A gather, elementwise operations, products, sums over devices, their sum, and a part of it."""
+    """A gather, elementwise operations, products, sums over devices, their total, and a slice of the total."""
     gathered, cut = draw(st.integers(0, 1)), draw(st.integers(0, 1))
     groups, offset, size = draw(st.sampled_from(MESHES))
     whole, part = [8, 8], [8, 8]

@@ -1,4 +1,4 @@
-"""Gradients reduced layer by layer: the same numbers, in loops that may and in none that may not."""
+"""Gradients reduced layer by layer: the same numbers, and only in loops where this is legal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ def mean(gradient: jax.Array) -> jax.Array:
 
 
 def lowered(reduce: Reduce, layers: int = LAYERS) -> tuple[jax.stages.Lowered, tuple[jax.Array, ...]]:
-    """Gradients of stacked layers on 4 replicas, `reduce`d, and what to call it with."""
+    """A program that passes gradients of stacked layers on 4 replicas to `reduce`, and its arguments."""
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]))
@@ -64,7 +64,7 @@ def reduced(program: jax.stages.Lowered, one: GradientReduction = ANY) -> tuple[
         mean,
         lambda g: lax.psum(g, "dp"),
         lambda g: lax.pmax(2.0 - g, "dp"),
-        lambda g: lax.psum(g * lax.axis_index("other").astype(g.dtype), "dp"),  # a number that is no constant
+        lambda g: lax.psum(g * lax.axis_index("other").astype(g.dtype), "dp"),  # the factor is not a constant
         lambda g: lax.psum(g, ("dp", "other")),
     ],
     ids=["mean", "sum", "maximum", "weighted", "two axes"],
@@ -95,10 +95,10 @@ def test_a_layer_is_reduced_in_the_iteration_after_its_own() -> None:
 @pytest.mark.parametrize(
     "reduce",
     [
-        lambda g: mean(g) + jnp.sum(g),  # the norm of what is not reduced yet
-        lambda g: lax.pmean(jnp.cumsum(g, axis=0), "dp"),  # a layer's depends on other layers'
+        lambda g: mean(g) + jnp.sum(g),  # also reads the stack before the reduction
+        lambda g: lax.pmean(jnp.cumsum(g, axis=0), "dp"),  # a layer's sum depends on other layers
         lambda g: lax.pmean(jnp.flip(g, 0), "dp"),
-        lambda g: lax.pmean(g * jnp.arange(LAYERS, dtype=g.dtype)[:, None, None], "dp"),  # another number per layer
+        lambda g: lax.pmean(g * jnp.arange(LAYERS, dtype=g.dtype)[:, None, None], "dp"),  # another factor per layer
         lambda g: lax.psum_scatter(g, "dp", scatter_dimension=1, tiled=True).sum(1, keepdims=True) * jnp.ones_like(g),
         lambda g: lax.pmean(g.astype(jnp.bfloat16), "dp").astype(jnp.float32),
     ],
@@ -163,7 +163,7 @@ def test_what_else_hangs_on_the_loop_or_the_reduction_stays_right(end: str, take
 def test_without_measured_costs_a_user_s_step_keeps_its_reductions() -> None:
     (one,) = (p for p in default_passes() if isinstance(p, GradientReduction))
     new, report = reduced(lowered(mean)[0], replace(one, least=0))
-    assert new is None and "nothing was measured" in report.notes[0].message
+    assert new is None and "no measured costs" in report.notes[0].message
 
 
 def test_small_layers_and_groups_of_one_device_stay() -> None:
@@ -175,18 +175,18 @@ def test_small_layers_and_groups_of_one_device_stay() -> None:
 
 
 def test_costs_decide() -> None:
-    """Over sockets many messages cost more than the compute of a small layer hides."""
+    """Over sockets, many small messages cost more than the compute of a small layer hides."""
     program, _ = lowered(mean)
     model = CostModel.find("H200", "two-nodes", "sockets")
     new, report = reduced(program, replace(ANY, model=model))
     assert new is None
     assert [note.message for note in report.notes] == [
-        "left alone: gradients reduced layer by layer cost more than they hide"
+        "left alone: reducing gradients layer by layer costs more time than it hides"
     ]
 
 
 def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> None:
-    """The strands' own loop stays one: its stacks lie under the other strand."""
+    """The co-executed loop keeps its stacks whole, because the other strand's compute hides their reduction."""
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -203,7 +203,7 @@ def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> N
     weights = jnp.asarray(draw.standard_normal((LAYERS, WIDTH, WIDTH)) / 4, jnp.float32)
     batches = jnp.asarray(draw.standard_normal((5, 8, WIDTH)), jnp.float32)
     strands = strand_interleave(step, passes=(*strand_passes(), ANY), strict=True)
-    # over micro-batches first, over devices last: other additions than the plain step's
+    # Sums over micro-batches first and devices last; the plain step adds in another order.
     np.testing.assert_allclose(strands(weights, batches), jax.jit(step)(weights, batches), rtol=1e-5, atol=1e-6)
     (note,) = strands.report(weights, batches)[GradientReduction.name].notes
     assert not (note.instruction or "").startswith("strand_layers")
@@ -229,7 +229,7 @@ def test_the_last_backward_of_two_strands() -> None:
 
 
 def test_two_loops_of_some_of_the_layers_each_are_left_alone() -> None:
-    """As strands that are apart have them at the end."""
+    """Two strands that are skewed by one layer end with such loops."""
     training = make_train_step(preset("llama-demo", 3), make_mesh(4, 2), optax.sgd(0.1), 3)
     lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(12))
     manager = PassManager((*strand_passes(1), ANY), strict=True)

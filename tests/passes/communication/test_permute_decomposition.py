@@ -1,4 +1,4 @@
-"""Swaps as all-gathers of pairs: the same bits, on CPU devices, and only where it is measured to be faster."""
+"""Swaps as all-gathers of pairs: the same bits on CPU devices, and only if measured to be faster."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def swapped(axis: str, ways: list[tuple[int, int]], dtype: Any = jnp.float32) ->
 
 
 def on(devices: int, module: HloModule) -> HloModule:
-    """As XLA's compiler for GPUs writes down what a module runs on."""
+    """Sets the device assignment, as XLA's GPU compiler does."""
     module.proto.device_assignment.replica_count = 1
     module.proto.device_assignment.computation_count = devices
     return module
@@ -44,7 +44,7 @@ def test_every_device_has_the_same_bits(axis: str, dtype: str) -> None:
     lowered, argument = swapped(axis, [(0, 1), (1, 0)], dtype)
     module = on(8, HloModule.from_bytes(hlo_bytes(lowered)))
     assert PermuteDecomposition(min_bytes=0).run(module, PassContext(strict=True))
-    module.proto.ClearField("device_assignment")  # which JAX gives on CPUs
+    module.proto.ClearField("device_assignment")  # JAX sets it itself on CPUs
     opcodes = [i.opcode for c in module.computations for i in c.instructions]
     assert "collective-permute" not in opcodes and "all-gather" in opcodes
     expected, actual = lowered.compile()(argument), with_hlo(lowered, module.to_bytes()).compile()(argument)
@@ -55,7 +55,7 @@ def test_every_device_has_the_same_bits(axis: str, dtype: str) -> None:
 def test_what_does_not_come_back_is_left(ways: list[tuple[int, int]]) -> None:
     module, context = HloModule.from_bytes(hlo_bytes(swapped("pp", ways)[0])), PassContext(strict=True)
     assert not PermuteDecomposition(min_bytes=0).run(module, context)
-    assert context.notes[0].message == "left alone: what it sends does not come back from there"
+    assert context.notes[0].message == "left alone: its pairs do not swap"
 
 
 TEXT = """
@@ -70,7 +70,7 @@ ENTRY e { x = bf16[4096,4096] parameter(0)
     [("nvlink", "default", False), ("no-p2p", "default", False), ("no-p2p", "small-buffers", True)],
 )
 def test_measured_costs_decide(link: str, setting: str, pays: bool) -> None:
-    """32 MiB: 0.15 ms by NVLink either way; through host memory 1.5 ms, with small buffers 1.7 instead of 1.0."""
+    """32 MiB: over NVLink both take equally long; through host memory with small buffers, the all-gather is faster."""
     model, context = CostModel.find("H200", link, setting), PassContext(strict=True)
     assert [key.kind for key in faster(HloModule.from_text(TEXT), model)] == ["collective-permute"] * pays
     assert PermuteDecomposition(model, overlapped=True).run(on(4, HloModule.from_text(TEXT)), context) == pays
@@ -80,16 +80,16 @@ def test_measured_costs_decide(link: str, setting: str, pays: bool) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("{{0,2},{2,0},{1,3},{3,1}}", "{{0,1},{1,2},{2,3},{3,0}}", "what it sends does not come back from there"),
+        ("{{0,2},{2,0},{1,3},{3,1}}", "{{0,1},{1,2},{2,3},{3,0}}", "its pairs do not swap"),
         (
             "{{0,2},{2,0},{1,3},{3,1}}",
             "{{0,3},{3,0},{1,2},{2,1}}",
-            "its pairs are no axis of a mesh of devices in order",
+            "its pairs are not an axis of a row-major mesh",
         ),
-        ("{{0,2},{2,0},{1,3},{3,1}}", "{{0,2},{2,0}}", "its pairs are not known to be all devices"),
-        ("{{0,2},{2,0},{1,3},{3,1}}", "{{0,1},{1,0}}", "its pairs are not known to be all devices"),
-        ("channel_id=1, ", "", "over replicas, not partitions"),
-        ("4096,4096", "16,4096", f"smaller than {4 << 20} bytes"),
+        ("{{0,2},{2,0},{1,3},{3,1}}", "{{0,2},{2,0}}", "its pairs do not cover all devices"),
+        ("{{0,2},{2,0},{1,3},{3,1}}", "{{0,1},{1,0}}", "its pairs do not cover all devices"),
+        ("channel_id=1, ", "", "it runs over replicas, not partitions"),
+        ("4096,4096", "16,4096", f"it is smaller than {4 << 20} bytes"),
     ],
 )
 def test_others_are_left(old: str, new: str, reason: str) -> None:
@@ -104,10 +104,10 @@ def test_devices_that_are_no_pair_would_get_zeros(replicas: int, partitions: int
     module.proto.device_assignment.replica_count = replicas
     module.proto.device_assignment.computation_count = partitions
     assert not PermuteDecomposition().run(module, context)
-    assert context.notes[0].message == "left alone: its pairs are not known to be all devices"
+    assert context.notes[0].message == "left alone: its pairs do not cover all devices"
 
 
 def test_nothing_measured_leaves_what_is_to_be_hidden() -> None:
     context = PassContext(strict=True)
     assert not PermuteDecomposition(overlapped=True).run(HloModule.from_text(TEXT), context)
-    assert "nothing was measured" in context.notes[0].message
+    assert "no measured costs" in context.notes[0].message

@@ -1,4 +1,4 @@
-"""Reduce-scatters as all-to-alls and sums: same results, on CPU devices, and what the GPU's compiler makes of it."""
+"""Reduce-scatters as all-to-alls and sums: the same results on CPU devices, and what the GPU compiler makes of them."""
 
 import re
 from typing import Any
@@ -52,7 +52,7 @@ def test_the_sum_is_that_of_the_reduce_scatter(axes: str | tuple[str, ...], dime
 
 
 def test_bfloat16_is_rounded_once() -> None:
-    """1 + 3 x 1/256: added one after the other in bfloat16, each of the small ones is lost."""
+    """Adds 1 and 3 x 1/256. Sums in bfloat16 would lose each of the small numbers."""
     lowered, argument = scattered("tp", 0, "bfloat16")
     small = jnp.full((8, 8, 16, 24), 1 / 768, "bfloat16").at[::4].set(1 / 3)
     module = HloModule.from_bytes(hlo_bytes(lowered))
@@ -74,10 +74,10 @@ ENTRY e { x = {type}[8,64] parameter(0)
 PLAIN = {"type": "f32", "reduction": "add", "channel": "channel_id=1, use_global_device_ids=true, ",
          "groups": "{{0,1,2,3}}"}  # fmt: skip
 LEFT_ALONE = {
-    "not of floating point numbers": {"type": "s32"},
-    "another reduction than a sum": {"reduction": "maximum"},
-    "over replicas, not partitions": {"channel": ""},
-    "its groups do not say how many parts there are": {"groups": "{}"},
+    "its type is not floating point": {"type": "s32"},
+    "its reduction is not a sum": {"reduction": "maximum"},
+    "it runs over replicas, not partitions": {"channel": ""},
+    "its groups are unknown or do not match its shapes": {"groups": "{}"},
 }
 
 
@@ -102,8 +102,7 @@ def test_small_ones_are_left_alone() -> None:
 
 @pytest.mark.parametrize(("setting", "rows", "pays"), [("default", 1 << 18, False), ("copy-engine", 1 << 18, True)])
 def test_measured_costs_decide(setting: str, rows: int, pays: bool) -> None:
-    """64 MiB over NVLink: 190 us as NCCL's kernel, which on symmetric memory takes 264; an all-to-all of copy engines
-    takes 148, and the sum 20."""
+    """64 MiB over NVLink: the all-to-all and the sum pay if copy engines move the data, and not if NCCL kernels do."""
     model = CostModel.find("H200", "nvlink", setting)
     module = HloModule.from_text(
         written().to_text().replace("[8,64]", f"[{rows},64]").replace("[2,64]", f"[{rows // 4},64]")

@@ -1,4 +1,4 @@
-"""Chains from a gather to a scatter in parts of the rows: what CPU devices compute, and what stays whole."""
+"""Chains from a gather to a scatter, split by rows: results on CPU devices, and chains that stay whole."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Body = Callable[[jax.Array, jax.Array, jax.Array], Any]
 
 
 def lowered(body: Body, rows: int = 8, batch: int = 3) -> tuple[jax.stages.Lowered, list[jax.Array]]:
-    """`body` of x [batch, rows, 4], w [4, 6] and v [6, 4] of each of 2 x 4 devices."""
+    """`body` of x [batch, rows, 4], w [4, 6] and v [6, 4] on each of 2 x 4 devices, and its arguments."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("dp", "tp"))
     draw = np.random.default_rng(0)
 
@@ -46,7 +46,7 @@ def scatter(y: jax.Array, axis: int = 1) -> jax.Array:
 
 
 def check(body: Body, parts: int = 2, rows: int = 8, chains: int = 1) -> HloModule:
-    """What `body` becomes, which computes what it did."""
+    """Splits `body`, checks that it computes the same as before, and returns the new module."""
     whole, given = lowered(body, rows)
     module = HloModule.from_bytes(hlo_bytes(whole))
     context = PassContext(strict=True)
@@ -54,7 +54,7 @@ def check(body: Body, parts: int = 2, rows: int = 8, chains: int = 1) -> HloModu
     assert context.notes[-1].facts["count"] == chains
     expected, actual = whole.compile()(*given), with_hlo(whole, module.to_bytes()).compile()(*given)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        scale = float(np.abs(other).max(initial=1))  # of sums in which large terms cancel
+        scale = float(np.abs(other).max(initial=1))  # the tolerance covers sums in which large terms cancel
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-6, atol=2e-6 * scale)
     assert not RowPartition(parts=parts).run(module, PassContext(strict=True))  # parts are not cut again
     return module
@@ -84,7 +84,7 @@ def test_a_chain_is_computed_in_parts(parts: int) -> None:
 
 
 def test_what_else_reads_whole_arrays_reads_the_parts_joined() -> None:
-    """As the backward pass does, or a product over rows."""
+    """Such readers are the backward pass, or a product over rows."""
 
     def body(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
         g = gather(x)
@@ -95,7 +95,7 @@ def test_what_else_reads_whole_arrays_reads_the_parts_joined() -> None:
 
 
 def test_rows_are_followed_where_they_go() -> None:
-    """Through reshapes that join them with others, transposes, reductions and broadcasts of other dimensions."""
+    """Reshapes may join rows with other dimensions; transposes, reductions and broadcasts may move other dimensions."""
 
     def body(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
         h = (gather(x).reshape(96, 4) @ w).reshape(3, 32, 2, 3)
@@ -107,7 +107,7 @@ def test_rows_are_followed_where_they_go() -> None:
 
 
 def test_other_arrays_with_rows_are_cut() -> None:
-    """A residual, a bias of each row, and the result of another gather."""
+    """A residual, a bias for each row, and the result of another gather."""
 
     def body(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
         saved = jnp.sin(jnp.arange(3 * 32 * 6, dtype=jnp.float32)).reshape(3, 32, 6)
@@ -193,18 +193,18 @@ def a_collective_beside(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("body", "rows", "reason"),
     [
-        (feed_forward, 7, "its rows do not divide into 2 parts"),
-        (over_rows, 8, "rows meet on the way, at a reduce"),
-        (between_rows, 8, "rows meet on the way, at a dot"),
-        (other_devices, 8, "gathered and scattered over other devices"),
-        (other_dimension, 8, "what is scattered are not the rows"),
-        (a_collective_between, 8, "no all-gather leads to it without another collective"),
-        (a_collective_beside, 8, "another collective stands on the way"),
-        (lambda x, w, v: scatter(gather(x)), 8, "nothing is multiplied on the way"),
+        (feed_forward, 7, "the rows do not divide into 2 parts"),
+        (over_rows, 8, "a reduce in the chain mixes rows"),
+        (between_rows, 8, "a dot in the chain mixes rows"),
+        (other_devices, 8, "the all-gather and the reduce-scatter run over different devices"),
+        (other_dimension, 8, "the reduce-scatter does not scatter the rows"),
+        (a_collective_between, 8, "no all-gather leads to the reduce-scatter without another collective in between"),
+        (a_collective_beside, 8, "another collective is in the chain"),
+        (lambda x, w, v: scatter(gather(x)), 8, "no product is in the chain"),
         (
             lambda x, w, v: scatter(jnp.tile(x, (1, 4, 1)) @ w @ v),
             8,
-            "no all-gather leads to it without another collective",
+            "no all-gather leads to the reduce-scatter without another collective in between",
         ),
     ],
 )
@@ -238,13 +238,13 @@ ENTRY e {
     ("link", "setting", "ffn", "strand", "reason"),
     [
         ("no-p2p", "small-buffers", 3584, "strand_alpha", ""),
-        ("no-p2p", "small-buffers", 3584, "strand_beta", "the other strand hides its collectives"),
+        ("no-p2p", "small-buffers", 3584, "strand_beta", "the other strand hides the collectives"),
         ("nvlink", "default", 3584, "strand_alpha", "products take longer than communication"),
-        ("no-p2p", "small-buffers", 64, "strand_alpha", "not faster in parts"),
+        ("no-p2p", "small-buffers", 64, "strand_alpha", "parts are not faster"),
     ],
 )
 def test_costs_and_strands_decide(link: str, setting: str, ffn: int, strand: str, reason: str) -> None:
-    """Parts of a collective take more than their part of the time, which must be less than what they hide."""
+    """The parts of a collective take longer than the whole. The difference must be less than what the parts hide."""
     text = LAYER.replace("FFN", str(ffn)).replace("STRAND", strand)
     model, context = CostModel.find("H200", link, setting), PassContext(strict=True)
     assert pays(HloModule.from_text(text), model) == (not reason)
@@ -253,7 +253,7 @@ def test_costs_and_strands_decide(link: str, setting: str, ffn: int, strand: str
 
 
 def test_a_part_does_not_wait_for_the_next() -> None:
-    """Gather 1 is not before scatter 0's operand but by way of a barrier, which stands between the parts' compute."""
+    """The barrier ties only part 1's compute to part 0's last product. Gather 1 itself does not wait for part 0."""
     module = HloModule.from_text(LAYER.replace("FFN", "3584"))
     assert RowPartition().run(module, PassContext(strict=True))
     (barrier,) = [i for i in module.entry.instructions if i.opcode == "opt-barrier"]
@@ -265,7 +265,7 @@ def test_a_part_does_not_wait_for_the_next() -> None:
 def test_without_costs_that_are_to_decide_all_stay_whole() -> None:
     context = PassContext(strict=True)
     assert not RowPartition(costs_decide=True).run(HloModule.from_text(LAYER.replace("FFN", "3584")), context)
-    assert "nothing was measured" in context.notes[0].message
+    assert "no measured costs" in context.notes[0].message
     with pytest.raises(DhelixError, match="give 2 or more"):
         RowPartition(parts=1)
 
@@ -279,7 +279,7 @@ def test_empty_arrays_are_left() -> None:
 
 
 def test_many_layers_take_no_time() -> None:
-    """Each scatter looks at gathers before it, up to the next collective."""
+    """Each scatter looks only at the gathers before it, up to the next collective."""
     layer = """
   g.N = f32[64,8] all-gather(x.N), channel_id=1, use_global_device_ids=true, replica_groups={{0,1,2,3}}, dimensions={0}
   a.N = f32[64,8] dot(g.N, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
@@ -305,10 +305,10 @@ def test_ordered_chains_and_scheduled_modules_are_left() -> None:
     )
     context = PassContext(strict=True)
     assert not RowPartition().run(HloModule.from_text(behind), context)
-    assert context.notes[0].message == "left alone: the program orders it"
+    assert context.notes[0].message == "left alone: it has control dependencies"
     ordered = LAYER.replace("FFN", "3584").replace("tanh(a)", "tanh(a), control-predecessors={w}")
     for text, reason in (
-        (ordered, "left alone: the program orders it"),
+        (ordered, "left alone: it has control dependencies"),
         (
             ordered.replace("num_partitions=4", "num_partitions=4, is_scheduled=true"),
             "left alone: the module is scheduled",

@@ -1,4 +1,4 @@
-"""Collectives of different strands stay apart, in small modules and through the compiler."""
+"""Collectives of different strands stay separate, in small modules and through the compiler."""
 
 import jax
 import pytest
@@ -72,7 +72,7 @@ ENTRY main {
 
 
 def test_loops_may_share_a_body() -> None:
-    """XLA's partitioner lets loops that are alike have one, as those of two pairings of one direction."""
+    """XLA's partitioner gives equal loops one body, for example two loops of one direction."""
     module, outcome = run(LOOPS)
     assert outcome == CHANGED
     assert len({loop.called[0] for loop in module.entry.instructions if loop.opcode == "while"}) == 1
@@ -87,7 +87,7 @@ def test_a_program_without_strands_is_left_alone() -> None:
 @pytest.mark.deviceless
 @pytest.mark.parametrize("sharding", ["shard_map", "auto"])
 def test_xla_combines_them_otherwise(sharding: str) -> None:
-    """Small collectives: each strand's forward or backward pass has its own, with the pass and only with it."""
+    """XLA combines small collectives of both strands without the pass, and keeps them separate with it."""
     case = Case("small", layers=4, microbatches=4, sharding=sharding, overrides=SMALL)
     lowered = _interleave(case)
     assert _combined(deviceless.compile(lowered))
@@ -112,7 +112,7 @@ def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def _combined(compiled: jax.stages.Compiled) -> list[str]:
-    """Collectives of both strands; XLA gives them the names of all that they were made of."""
+    """Names of collectives that were combined from both strands; XLA joins the op_names of the parts."""
     module = lowering.compiled_module(compiled)
     assert module is not None
     return [i.name for i in graph.walk(module.entry) if f"{ALPHA}/" in i.op_name and f"{BETA}/" in i.op_name]

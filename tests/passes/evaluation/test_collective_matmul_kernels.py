@@ -1,4 +1,4 @@
-"""What a spliced kernel of a collective matmul costs: by its name, alone on the GPU, and as a part of a step's time."""
+"""The cost of a spliced collective-matmul kernel: found by its name, alone on the GPU, and part of a step's time."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ SITE = Site("all_gather_matmul", 8192, 4096, 3072, "bfloat16", 2)
 FORM = Form("mosaic", tiles=Tiles(128, 256, 64, 4, "M", 8))
 KERNEL = """custom-call(x, w), custom_call_target="mosaic_gpu_v2",
     metadata={op_name="NAME"}, backend_config="{uses_xla_collective_metadata = true}\""""
-# Two collectives of which one is under way when the kernel begins; the kernel, alone or fused with a slice; a product.
+# Two collectives, one of them in flight when the kernel begins; the kernel, alone or fused with a slice; a product.
 TEXT = """HloModule m, is_scheduled=true
 gather {
   q = bf16[4096,4096] parameter(0)
@@ -84,7 +84,7 @@ def test_without_times_or_a_name_it_counts_as_its_product() -> None:
 
 
 def test_nothing_runs_beside_it() -> None:
-    """A collective that is under way ends first, and then the kernel begins."""
+    """A collective in flight ends first, and then the kernel begins."""
     program, costs = module(), model().costs()
     kernel, start = instruction(program, "kernel"), instruction(program, "start")
     assert costs.rates(kernel, start, True) == (MIN_RATE, 1.0)
@@ -123,7 +123,7 @@ def test_a_name_is_read_back_whatever_stands_around_it() -> None:
 
 
 def test_a_plan_has_names_for_kernels() -> None:
-    """And takes them for work, which a program must have to be the plan's."""
+    """Plans name kernels and count them as work, so a kernel of another form has another fingerprint."""
     with_kernel, fused = (PlanOperators(module(fused).entry, OperatorKeys()) for fused in (False, True))
     kernel = instruction(with_kernel.computation.module, "kernel")
     assert with_kernel.names([kernel]) == {kernel: "collective matmul"}

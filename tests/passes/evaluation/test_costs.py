@@ -1,4 +1,4 @@
-"""Costs of instructions of scheduled GPU programs, and the devices of collectives."""
+"""Costs of instructions of scheduled GPU programs, and the device groups of collectives."""
 
 import dataclasses
 from typing import Any
@@ -91,7 +91,7 @@ def test_what_only_renames_is_free() -> None:
 
 
 def with_profile(**seconds: float) -> Costs:
-    """Costs from a profile that knows the named instructions."""
+    """Costs from a profile that holds the named instructions."""
     known = {key_of(named(name)): Timing(value) for name, value in seconds.items()}
     operators = {k: t for k, t in known.items() if isinstance(k, OperatorKey)}
     collectives = {k: t for k, t in known.items() if isinstance(k, CollectiveKey)}
@@ -137,13 +137,13 @@ def test_a_loop_is_as_certain_as_its_least_certain_part() -> None:
 
 
 def measured_pair(first: str, second: str, timing: PairTiming, setting: str = "default") -> Profile:
-    """A profile that knows this pair and nothing else."""
+    """A profile that holds only this pair."""
     one, two = key_of(named(first)), key_of(named(second))
     assert one is not None and two is not None
     return Profile("H200", "nvlink").with_section(Section(setting, pairs={PairKey(one, two): timing}))
 
 
-# Both take 3 s alone; the one launched first proceeds undisturbed, the other at a third.
+# Both take 3 s alone. The one launched first runs at full rate, the other one at a third.
 PAIR = PairTiming(5.0, 3.0, 5.0, 3.0, 3.0)
 
 
@@ -183,7 +183,7 @@ def test_a_cost_model_is_a_profile_under_one_setting() -> None:
 
 
 def test_the_costs_of_a_cost_model_are_those_of_a_step() -> None:
-    """Pauses are the setting's own; over NVLink collectives wait; the limit of power is known."""
+    """A cost model adds the setting's pauses, the waits of collectives over NVLink, and the power limit if known."""
     section = Section("default", gap_seconds=3e-6)
     assert Costs(H200).in_step == BY_THEMSELVES
     hosted = CostModel(Profile("H200", "no-p2p").with_section(section)).costs().in_step
@@ -250,7 +250,7 @@ def test_a_running_collective_is_met_as_under_one_connection() -> None:
     ("arguments", "message"),
     [
         (("H200", "nothing"), "no profile of H200 with link nothing: run `dhelix profile`"),
-        (("H200", "nvlink", "nothing"), "nothing under the launch setting 'nothing': run `dhelix profile` under it"),
+        (("H200", "nvlink", "nothing"), "no measurements under launch setting 'nothing': run `dhelix profile`"),
     ],
 )
 def test_a_cost_model_that_nobody_measured(arguments: tuple[Any, ...], message: str) -> None:

@@ -13,7 +13,7 @@ from dhelix.profiles.keys import OperatorKey
 
 
 def call(target: str, operands: str, result: str, config: str = "", numbers: str = "") -> Instruction:
-    """A custom call of `operands`, types that `; ` separates."""
+    """A custom call; `operands` holds their types, separated by `; `."""
     types = operands.split("; ")
     parameters = "\n".join(f"  p{n} = {kind} parameter({n})" for n, kind in enumerate(types))
     names = ", ".join(f"p{n}" for n in range(len(types)))

@@ -1,4 +1,4 @@
-"""The form of fused computations: equal for what runs the same kernel, different for what does not."""
+"""Forms of fused computations: equal if they run the same kernel, different if they do not."""
 
 import time
 
@@ -30,7 +30,7 @@ def form(body: str) -> Form:
 
 
 def test_the_text_of_a_form() -> None:
-    """Profiles hold digests of this text: another text for the same fusion makes profiles that exist useless."""
+    """Profiles hold digests of this text, so a changed text makes existing profiles useless."""
     found = form(SCALE)
     assert found.text == TEXT
     assert found.sizes == (4096, 2048)

@@ -18,7 +18,7 @@ def named(name: str, module: HloModule = CALLS) -> Instruction:
 
 
 def layer(which: str, layers: int = 4) -> HloModule:
-    """The body of a layer loop, as it is compiled for so many layers."""
+    """The body of a layer loop, as compiled for `layers` layers."""
     text = golden.read(f"operator_keys/{which}_layer.hlo")
     return HloModule.from_text(text.replace("[4,", f"[{layers},").replace("constant(3)", f"constant({layers - 1})"))
 
@@ -158,7 +158,7 @@ def test_an_async_fusion_has_the_key_of_the_fusion() -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_compiled_steps_of_more_layers_need_no_other_keys_in_their_layer_loops() -> None:
-    """Two programs as the compiler really makes them: fusions and schedules are its own, and may differ."""
+    """XLA may choose other fusions and schedules for each of the two programs, but their keys must be equal."""
     sizes = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
     found = []
     for layers in (4, 8):

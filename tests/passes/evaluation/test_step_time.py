@@ -73,7 +73,7 @@ def step(edits: Mapping[str, str] | None = None) -> HloModule:
 
 
 def profiled(times: StepTime, factor: float = 1.0) -> Costs:
-    """Costs from a profile that has measured just what `times` is made of."""
+    """Costs from a profile that holds exactly the operators of `times`."""
     timings = {o.key: Timing(factor * o.seconds) for o in times.operators}
     section = Section(
         "default",
@@ -84,7 +84,7 @@ def profiled(times: StepTime, factor: float = 1.0) -> Costs:
 
 
 def layer_loop(layers: int) -> HloModule:
-    """The layer loop of a compiled forward pass, as one iteration."""
+    """The body of the layer loop of a compiled forward pass, which counts as one iteration."""
     text = golden.read("operator_keys/forward_layer.hlo")
     return HloModule.from_text(text.replace("[4,", f"[{layers},"))
 
@@ -136,7 +136,7 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named() -> None:
     endless = {', backend_config={"known_trip_count":{"n":"7"}}': ""}
     time = predict(step(endless), Costs(H200))
     assert time.unknown_loops == ("loop",)
-    assert time.unknown_text.endswith("another time than these: loop (1 in all).")
+    assert time.unknown_text.endswith("the real step time differs: loop (1 in all).")
     assert predict(step(), Costs(H200)).unknown_text == ""
     assert {o.count for o in time.operators if o.key.kind == "all-reduce"} == {1}
 

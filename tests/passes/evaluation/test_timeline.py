@@ -1,4 +1,4 @@
-"""The evaluator of schedules: lanes, waiting, contention, loops. All times are worked out by hand."""
+"""The evaluator of schedules: lanes, waits, contention, loops. All times are worked out by hand."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def test_a_lane_runs_one_collective_at_a_time_and_lanes_run_side_by_side() -> No
 
 def test_both_slow_down_while_they_share() -> None:
     timeline = play(GATHER_UNDER_X, ["y"], HALF)
-    # g: 6 s at half speed; x does 3 of its 4 s meanwhile.
+    # g takes 6 s at half speed; meanwhile x does 3 of its 4 s.
     assert spans(timeline) == {"g": (0.0, 6.0), "x": (0.0, 7.0), "y": (7.0, 8.0)}
     assert (timeline.compute, timeline.compute_alone, timeline.slow_down) == (8.0, 5.0, 3.0)
     assert timeline.collectives[0].alone == 3.0 and timeline.collectives[0].hidden == 6.0
@@ -107,7 +107,7 @@ def test_loops_are_entered() -> None:
 def test_a_collective_from_outside_delays_those_inside() -> None:
     module = HloModule.from_text(LOOP)
     timeline = simulate_module(module, FAIR, loop_costs(module, 5.0))
-    # First iteration: w until 2, start runs from 5 to 8, sum until 9; three more of 4 s, and the addition.
+    # First iteration: w until 2, start from 5 to 8, sum until 9. Three more iterations take 4 s each, the addition 1 s.
     assert timeline.seconds == 9.0 + 3 * 4.0 + 1.0
     outer = next(c for c in timeline.collectives if c.instruction == "outer")
     assert (outer.hidden, outer.exposed) == (2.0, 3.0)

@@ -23,15 +23,15 @@ from dhelix.profiles.profile import PairTiming, Profile, Section
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs
 
 type Rates = dict[tuple[str, str], tuple[float, float]]
-"""Of the one launched first and of the other, by their names."""
+"""Rates of the instruction launched first and of the other one, by their names."""
 
 
 def profiled(
     program: Program, results: list[str], rates: Rates, running: Rates | None = None, in_step: InStep = BY_THEMSELVES
 ) -> tuple[HloModule, Costs]:
-    """A program, and costs from a profile that has measured these pairs and no others.
+    """A program, and costs from a profile that holds only these pairs.
 
-    `running`: those under `connections1`.
+    `running`: the pairs under the launch setting `connections1`.
     """
     module, costs = build(program, results)
     seconds = {step.name: step.seconds for step in program if not isinstance(step, Done)}
@@ -59,7 +59,7 @@ def key_of(step: Op | Start) -> Key:
 
 
 def timing(first: float, second: float, rates: tuple[float, float]) -> PairTiming:
-    """What is measured of a pair that proceeds at these rates."""
+    """The measurement of a pair that proceeds at these rates."""
     return PairTiming(*pair_seconds(first, second, rates), first, second)
 
 
@@ -79,7 +79,7 @@ GATHER_UNDER_X = [Start("g", 3.0, "p"), Op("x", 4.0, ("p",)), Done("g"), Op("y",
 
 def test_a_collective_that_starts_before_compute_was_launched_first() -> None:
     timeline = play(GATHER_UNDER_X, ["y"], {("g", "x"): (0.75, 0.5), ("x", "g"): (0.1, 1.0)})
-    # g: 4 s at 0.75, in which x does 2 of its 4 s.
+    # g takes 4 s at rate 0.75; meanwhile x does 2 of its 4 s.
     assert spans(timeline) == {"g": (0.0, 4.0), "x": (0.0, 6.0), "y": (6.0, 7.0)}
     assert (timeline.slow_down, timeline.hidden, timeline.exposed) == (2.0, 4.0, 0.0)
 
@@ -95,7 +95,8 @@ def test_a_collective_whose_turn_comes_while_compute_runs_was_launched_second() 
     ]
     rates = {("g", "x"): (1.0, 0.5), ("x", "h"): (1.0, 0.25), ("h", "x"): (0.5, 0.5), ("h", "y"): (0.5, 1.0)}
     timeline = play(program, ["x", "y", "g_done", "h_done"], rates)
-    # g for 2 s, x does 1; then x for 3 s, h does 0.75 at 0.25; h runs already when y begins: 1.25 s at 0.5.
+    # While g runs for 2 s, x does 1 s of work. x takes 3 s more; meanwhile h does 0.75 s of work at rate 0.25.
+    # h is in flight when y begins, and needs 1.25 s of work at rate 0.5.
     assert spans(timeline) == {"g": (0.0, 2.0), "x": (0.0, 5.0), "h": (2.0, 7.5), "y": (5.0, 9.0)}
 
 
@@ -116,7 +117,7 @@ def test_compute_beside_both_lanes_proceeds_at_the_lower_rate() -> None:
         Done("h"),
     ]
     timeline = play(program, ["x", "g_done", "h_done"], {("g", "x"): (1.0, 0.75), ("h", "x"): (0.25, 0.5)})
-    # Beside both 2 s at 0.5; beside h until 4 at 0.5; then alone.
+    # x: 2 s at rate 0.5 next to g and h, then at 0.5 next to h until 4 s, then alone.
     assert spans(timeline) == {"g": (0.0, 2.0), "h": (0.0, 4.0), "x": (0.0, 6.0)}
 
 
@@ -166,7 +167,7 @@ STARVED = {("g", "x"): (MIN_RATE, 1.0), ("g", "y"): (MIN_RATE, 1.0)}
 
 
 def test_a_starved_collective_gets_its_sms_when_the_first_instruction_ends() -> None:
-    """It holds them beside the next one, at the rates of the setting that starts kernels in their order."""
+    """The collective keeps its SMs next to y, at the rates of `connections1`, where kernels start in launch order."""
     running = {("g", "x"): (0.1, 0.1), ("g", "y"): (0.9, 0.75)}
     timeline = play(UNDER_TWO, ["x", "y", "g_done"], STARVED, running)
     under_y = 2.0 / 0.75
@@ -215,7 +216,7 @@ def test_compute_stands_still_where_copy_engines_are_given_a_collective() -> Non
 
 
 def test_what_is_under_way_goes_on_where_copy_engines_are_given_a_collective() -> None:
-    """So g, 3 s alone, has 2 s left when compute may go on."""
+    """The launch of h stops x, but not g. g takes 3 s alone and has 2 s left when x begins."""
     two = [Start("g", 3.0, "p"), Start("h", 1.0, "p"), Op("x", 4.0, ("p",)), Done("g"), Done("h")]
     module, costs = profiled(two, ["x", "g_done", "h_done"], {("g", "x"): (1.0, 1.0), ("x", "h"): (1.0, 1.0)})
     costs.update({i: replace(cost, launch=1.0) for i, cost in costs.items() if i.name == "h"})
@@ -261,13 +262,13 @@ def test_costs_know_whether_their_setting_has_one_connection(setting: str, in_or
 
 def test_evaluation_needs_to_know_the_hardware() -> None:
     module, costs = profiled(GATHER_UNDER_X, ["y"], {})
-    with pytest.raises(DhelixError, match="costs without hardware"):
+    with pytest.raises(DhelixError, match="the costs name no hardware"):
         evaluate(module.schedule[module.entry], dict(costs))
 
 
 @given(programs(), st.data())
 def test_between_the_longest_lane_and_everything_in_turn(drawn: tuple[Program, list[str]], data: st.DataObject) -> None:
-    """For pairs that are no worse than in turn."""
+    """Holds for pairs whose overlap takes no longer than one after the other."""
     program, results = drawn
     rates = {}
     for collective in (s.name for s in program if isinstance(s, Start)):
@@ -287,7 +288,7 @@ COMPUTE = st.lists(st.tuples(st.floats(0.1, 8.0), st.floats(MIN_RATE, 1.0), st.f
 
 
 def under_one(gather: float, compute: list[tuple[float, float, float]]) -> float:
-    """Seconds of a gather and all that lies under it: seconds, own rate, the gather's rate."""
+    """Seconds of a gather with compute under it. `compute`: (seconds, own rate, the gather's rate) of each operator."""
     names = [f"x{n}" for n in range(len(compute))]
     ops = [Op(name, seconds, ("p",)) for name, (seconds, _, _) in zip(names, compute, strict=True)]
     rates = {("g", name): (its, own) for name, (_, own, its) in zip(names, compute, strict=True)}
@@ -305,7 +306,9 @@ def test_more_under_a_collective_takes_longer(gather: float, compute: list[tuple
 def test_longer_parts_take_longer(
     gather: float, compute: list[tuple[float, float, float]], data: st.DataObject
 ) -> None:
-    """Where no pair is worse than in turn: else to lengthen what overlaps well keeps the collective from worse."""
+    """Holds for pairs whose overlap takes no longer than one after the other. Otherwise a longer operator that overlaps
+    well could keep the collective away from one that overlaps badly.
+    """
     fair = [(seconds, own, max(its, 1.0 - own)) for seconds, own, its in compute]
     longer = [(seconds + data.draw(st.floats(0.0, 4.0)), own, its) for seconds, own, its in fair]
     more = data.draw(st.floats(0.0, 4.0))
@@ -314,14 +317,13 @@ def test_longer_parts_take_longer(
 
 @pytest.fixture(params=["default", "connections1"])
 def shipped(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
-    monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path))  # nothing but what is shipped
+    monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path))  # only the shipped profiles
     return CostModel.find("H200", "nvlink", request.param).estimator
 
 
 def test_measured_pairs_come_out_as_they_were_measured(shipped: Estimator) -> None:
-    """The model of pairs to the digit, and 1 % of what was measured where rates within [MIN_RATE, 1] explain that.
-
-    A few are farther off, because the ends of a pair's sides and the end of the pair are medians, each of its own.
+    """Simulated pairs agree with the model of pairs exactly, and with the measurement to 1 % if rates within [MIN_RATE,
+    1] can explain it. A few differ by more, because the ends of both sides and of the pair are separate medians.
     """
     module, alone = build([Start("g", 1.0, "p"), Op("x", 1.0, ("p",)), Done("g")], ["x", "g_done"])
     order = module.schedule[module.entry]
@@ -346,7 +348,7 @@ def test_measured_pairs_come_out_as_they_were_measured(shipped: Estimator) -> No
 
 
 def test_many_instructions_take_a_second() -> None:
-    """As in a search: the same few keys over and over."""
+    """As in a search, the same few keys occur over and over."""
     program: list = []
     for n in range(4000):
         program += [Start(f"g{n}", 2.0, "p"), Op(f"x{n}", 1.0, ("p",)), Op(f"y{n}", 3.0, ("p",)), Done(f"g{n}")]
@@ -361,5 +363,5 @@ def test_many_instructions_take_a_second() -> None:
     begin = time.process_time()
     timeline = simulate(module.entry, module.schedule[module.entry], known, H200)
     assert time.process_time() - begin < 2.0
-    # g: 4 s at 0.5, in which x takes 4/3 and y does 2 of its 3 s.
+    # g takes 4 s at rate 0.5; meanwhile x takes 4/3 s, and y does 2 of its 3 s.
     assert timeline.seconds == pytest.approx(4000 * 5.0)

@@ -1,4 +1,4 @@
-"""The manager runs what it should, and a pass that goes wrong leaves no trace."""
+"""The manager runs the right passes, and a pass that fails leaves the module unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEDULED = TEXT.replace("jit_step,", "jit_step, is_scheduled=true,")
 
 @dataclass(frozen=True)
 class Edit:
-    """A pass made of a function."""
+    """A pass made from a function."""
 
     edit: Callable[[HloModule, PassContext], bool]
     name: str = "edit"
@@ -95,7 +95,7 @@ def source(text: str = TEXT) -> bytes:
 
 @pytest.fixture(autouse=True)
 def warnings(monkeypatch: pytest.MonkeyPatch):
-    """What was logged; nothing has been said before."""
+    """The mock of `logging.warning`; warnings of earlier tests do not count as repeated."""
     monkeypatch.setattr(manager_module, "_said", set())
     with mock.patch.object(manager_module.logging, "warning") as warning:
         yield warning
@@ -167,7 +167,7 @@ CULPRITS = [
     (refuse, TEXT, report.REFUSED, "a cosine is beyond this pass at c"),
     (crash, TEXT, report.FAILED, "IndexError: list index out of range"),
     (take_name, TEXT, report.FAILED, "the name is taken"),
-    (return_another_shape, TEXT, report.FAILED, "takes or returns other shapes"),
+    (return_another_shape, TEXT, report.FAILED, "changed the shapes"),
     (run_backwards, SCHEDULED, report.FAILED, "schedule of main"),
     (drop_schedule, SCHEDULED, report.FAILED, "lost its schedule"),
 ]
@@ -186,7 +186,7 @@ def test_a_pass_that_goes_wrong_leaves_no_trace(edit, text, outcome, reason, war
     assert with_next == alone is not None
     assert warnings.call_count == 1
     said = warnings.call_args.args[0] % warnings.call_args.args[1:]
-    assert said.startswith("dhelix: pass edit left jit_step as it was: ")
+    assert said.startswith("dhelix: pass edit left jit_step unchanged: ")
 
 
 @pytest.mark.parametrize(("edit", "text", "outcome", "reason"), CULPRITS)
@@ -202,7 +202,7 @@ def test_strict_notices_a_pass_that_hides_its_change() -> None:
     def hide(module: HloModule, context: PassContext) -> bool:
         return not negate_to("sine")(module, context)
 
-    with pytest.raises(DhelixError, match="changed the module and reported no change"):
+    with pytest.raises(DhelixError, match="changed the module but reported no change"):
         PassManager([Edit(hide)], strict=True).run(Stage.LOWERED, source())
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_module_is_left_alone() -> None:
     garbage = b"\x0a\x04name\xff\xff"
     changed, stage = PassManager([Edit(nothing)]).run(Stage.LOWERED, garbage, "jit_step")
     assert changed is None and stage.passes[0].outcome == report.FAILED
-    with pytest.raises(DhelixError, match="no serialized HloModuleProto"):
+    with pytest.raises(DhelixError, match="not a serialized HloModuleProto"):
         PassManager([Edit(nothing)], strict=True).run(Stage.LOWERED, garbage)
 
 

@@ -1,4 +1,4 @@
-"""A small interpreter of HLO over 32-bit integers: what a module computes, and its effects in order."""
+"""A small interpreter of HLO over 32-bit integers, which returns a module's results and its effects in order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ARITHMETIC: dict[str, Callable[..., Value]] = {
 
 
 def run(computation: Computation, arguments: Sequence[Value]) -> tuple[Value, Trace]:
-    """The result of `computation`, and the operands of the effects it had, in order.
+    """The result of `computation`, and the operands of its effects in order.
 
-    Instructions run in the order in which they stand; one that stands before what it needs is a KeyError.
+    Instructions run in the order in which they are listed. Raises KeyError if one is listed before its operand.
     """
     trace: Trace = []
     return _run(computation, arguments, trace), trace
@@ -92,6 +92,6 @@ def same(a: Value, b: Value) -> bool:
 
 
 def _slot(stack: Value, index: Value) -> slice:
-    """Slots are read and written one by one here; an index out of range is a mistake, which XLA would not see."""
+    """One slot of a stack. Asserts that the index is in range, which XLA would not report."""
     assert 0 <= index < len(stack)
     return slice(index, index + 1)

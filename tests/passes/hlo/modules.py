@@ -1,4 +1,4 @@
-"""Modules to test with: an empty one to build in, loops of every kind, and random programs for hypothesis."""
+"""Modules for tests: an empty one to build in, loops of every kind, and random programs for hypothesis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VECTOR = base().entry.root.shape
 
 
 def vector(builder: Builder, value: int) -> Instruction:
-    """`value` in each of four elements."""
+    """A vector with `value` in each of its four elements."""
     return builder.make("broadcast", VECTOR, [builder.scalar(value, shapes.S32)])
 
 
@@ -40,7 +40,7 @@ def loop(
 ) -> Instruction:
     """A loop over (counter, vector, bound): `while counter <direction> bound: counter <operation>= step`.
 
-    Without a `bound`, the bound is a parameter of the entry; it is then in the state.
+    If `bound` is None, the bound is a parameter of the entry and is carried in the state.
     """
     module = base()
     entry = Builder(module.entry)
@@ -69,7 +69,7 @@ def loop(
 
     made = entry.make("while", initial.shape, [initial], called=[body.computation, condition.computation])
     entry.finish(entry.element(made, 1))
-    module.to_bytes()  # puts it in order
+    module.to_bytes()  # sorts it
     return made
 
 
@@ -81,7 +81,7 @@ def effect(builder: Builder, operand: Instruction) -> Instruction:
 
 @st.composite
 def programs(draw: st.DrawFn) -> HloModule:
-    """Functions that call each other, loops, tuples, effects and control edges over int32 vectors."""
+    """Random programs over int32 vectors: functions that call each other, loops, tuples, effects and control edges."""
     module = base()
     functions: list[Computation] = []
     for _ in range(draw(st.integers(0, 3))):
@@ -98,13 +98,13 @@ def programs(draw: st.DrawFn) -> HloModule:
 
 
 def _root(draw: st.DrawFn, builder: Builder, values: list[Instruction]) -> Instruction:
-    """A value, possibly a parameter, a call or a tuple of several."""
+    """One value, possibly a parameter or a call, or a tuple of several."""
     chosen = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
     return builder.tuple(chosen) if len(chosen) > 1 else chosen[0]
 
 
 def _fill(draw: st.DrawFn, builder: Builder, values: list[Instruction], functions: list[Computation]) -> None:
-    """Appends to `values`, which are all vectors."""
+    """Appends random values, all of them vectors, to `values`."""
     kinds = ["binary", "binary", "constant", "tuple", "effect", "loop"] + ["call"] * 3 * bool(functions)
     for _ in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(kinds))

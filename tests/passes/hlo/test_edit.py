@@ -50,7 +50,7 @@ ENTRY main {
 
 
 def lines(computation: Computation) -> list[str]:
-    """Opcode and positions of operands: what a computation does, whatever its instructions are called."""
+    """Opcodes and positions of operands: what a computation does, independent of names."""
     position = {i: n for n, i in enumerate(computation.instructions)}
     return [f"{i.opcode}({','.join(str(position[o]) for o in i.operands)})" for i in computation.instructions]
 
@@ -62,7 +62,7 @@ def opcodes(computation: Computation) -> list[str]:
 def test_calls_are_inlined_through_tuples_parameters_and_roots() -> None:
     module = HloModule.from_text(CALLS)
     assert inline_calls(module.entry) == 3 + 1 + 3 * 2
-    # swap(sine, p) = (p, sine), whose elements are read directly; the tuple itself is dead
+    # swap(sine, p) = (p, sine); users read its elements directly, so the tuple is dead
     drop_dead(module.entry)
     wanted = [
         "parameter()",
@@ -85,7 +85,7 @@ def test_inlined_names_stand_under_the_name_of_the_call() -> None:
     drop_dead(module.entry)
     names = [i.op_name for i in module.entry.instructions[1:]]
     step = ["jit(step)/jit(outer)/sin", "jit(step)/jit(outer)/jit(inner)/mul"]
-    assert names == [*step, *step, "sin", "jit(inner)/mul"]  # the last call has no name
+    assert names == [*step, *step, "sin", "jit(inner)/mul"]  # the last call has no op_name
     callee = HloModule.from_text(CALLS)
     inline_calls(callee.entry)
     outer = next(i.called[0] for i in HloModule.from_text(CALLS).entry.instructions if i.called)
@@ -165,7 +165,7 @@ ENTRY main {
     copied = a.called[0].proto
     copied.name, copied.id = "fused", module.computations[0].id
     copied.root_id = module.computations[0].proto.root_id
-    assert copied.SerializeToString() == fused  # is_fusion_computation, which the schema does not know
+    assert copied.SerializeToString() == fused  # with is_fusion_computation, which the schema does not know
     assert {i.name for i in copy.instructions}.isdisjoint(i.name for i in module.entry.instructions)
 
 
@@ -201,7 +201,7 @@ def test_copies_read_what_the_map_says() -> None:
     copies: dict[Instruction, Instruction] = {x: y, a: y}
     copy_instructions(builder, [a, b], copies)
     assert copies[a] is y and copies[b].operands == [y, y]
-    assert copies[b].control_predecessors == [y]  # of a, in its place; what is not copied names the old place
+    assert copies[b].control_predecessors == [y]  # a's replacement; the other predecessor is not copied
 
 
 def test_uses_are_replaced_everywhere_but_in_the_replacement() -> None:
@@ -295,7 +295,7 @@ def test_what_the_builder_makes_is_read_by_xla() -> None:
     builder = Builder(module.entry)
     x = module.entry.parameters[0]
     pair = builder.tuple([x, builder.scalar(-5, shapes.S64)])
-    assert builder.element(pair, 0) is x  # read through
+    assert builder.element(pair, 0) is x  # reads the operand directly
     fenced = builder.barrier([x, builder.scalar(True, shapes.PRED), builder.scalar(7, shapes.U32)])
     assert [shapes.text(v.shape) for v in fenced] == ["s32[4]", "pred[]", "u32[]"]
     builder.finish(builder.tuple([*fenced, pair, builder.scalar((1 << 64) - 1, shapes.U64)]))
@@ -340,7 +340,7 @@ def test_calls_that_share_functions_cost_no_more_than_there_are_functions(depth:
 
 
 def test_what_is_computed_twice_is_computed_once() -> None:
-    """But for effects and calls; and only from the same operands."""
+    """Except effects and calls, and only if the operands are the same."""
     builder = Builder(base().entry)
     one, again, other = vector(builder, 1), vector(builder, 1), vector(builder, 2)
     sums = [builder.binary("add", one, other), builder.binary("add", again, other), builder.binary("add", other, one)]

@@ -1,4 +1,4 @@
-"""Elements added to and dropped from a loop's state, two loops made one: all compute what they did."""
+"""Loop states with added and dropped elements, merged and split loops: all compute the same as before."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def result(module: HloModule) -> Value:
 def counted(
     builder: Builder, trips: int, values: list[Instruction], first: int = 0, step: int = 1, jump: bool = False
 ) -> Instruction:
-    """A loop over (counter, values[0], values[1], ...) that adds the others to values[0]; they are invariant.
+    """A loop over (counter, values[0], values[1], ...) that adds the others, which are invariant, to values[0].
 
-    With `jump`, the counter ends elsewhere than its steps lead to.
+    With `jump`, the counter ends with another value than its steps lead to.
     """
     initial = builder.tuple([builder.scalar(first, shapes.S32), *values])
     body = Builder(builder.module.new_computation("body"))
@@ -96,7 +96,7 @@ def test_dropped_elements_are_renumbered_away() -> None:
     extra = vector(Builder(module.entry), 5)
     for _ in range(3):
         add_element(made, extra)
-    Builder(module.entry).element(made, 4)  # a reader that nothing reads
+    Builder(module.entry).element(made, 4)  # a reader without users
     drop_elements(made, [2, 3, 4])
     view = WhileLoop(made)
     assert view.size == 3 and view.invariants == {2} and view.initial(2) is extra
@@ -167,7 +167,7 @@ def test_what_two_loops_share_is_carried_once() -> None:
     first, second = counted(builder, 3, [x, y, x]), counted(builder, 3, [y, x, y])
     all_elements(builder, [first, second])
     loop, copies, _ = merge(first, second, "both")
-    # counter, total, y and x of the first; of the second only its total
+    # the first loop's counter, total, y and x; only the total of the second loop
     assert WhileLoop(loop).size == 5
     assert all(i.computation is loop.called[0] for i in copies.values())
 
@@ -202,7 +202,7 @@ def test_a_loop_is_not_split_where_it_does_not_run(at: int) -> None:
 
 
 def test_a_counter_that_turns_around_splits_no_loop() -> None:
-    """Six, five, seven, and out: fewer than six is not the same as later."""
+    """The counter takes the values 6, 5 and 7, so comparing it with a bound does not separate early from late."""
     builder = Builder(base().entry)
     made = counted(builder, 3, [vector(builder, 1)], first=6)
     body = Builder(made.called[0])

@@ -1,4 +1,4 @@
-"""Trip counts, invariants and counters of loops: proved by XLA's integer arithmetic, or not at all."""
+"""Trip counts, invariants and counters of loops: proved with XLA's integer arithmetic, or not at all."""
 
 from __future__ import annotations
 

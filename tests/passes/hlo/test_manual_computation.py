@@ -1,4 +1,4 @@
-"""What is read of shard_maps, and what is made: chains of three, how arrays are split, who sums with whom."""
+"""Manual computations (shard_maps): chains of three are read and made, how arrays are split, which devices sum."""
 
 import pytest
 
@@ -71,5 +71,5 @@ def test_who_sums_with_whom() -> None:
     assert groups_over(module, "mesh", ('"tp"',)) == [[0, 1, 2], [3, 4, 5]]
     assert groups_over(module, "mesh", ('"dp"',)) == [[0, 3], [1, 4], [2, 5]]
     assert groups_over(module, "back", ('"b"',)) == [[3, 2], [1, 0]]
-    with pytest.raises(PassRefusal, match="it is not known which devices"):
+    with pytest.raises(PassRefusal, match="does not declare axes"):
         groups_over(module, "other", ('"dp"',))

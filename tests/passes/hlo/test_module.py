@@ -1,4 +1,4 @@
-"""Reading and writing modules: nothing is lost or left to chance; bad input gets one error."""
+"""Reading and writing modules: nothing is lost, output is deterministic, and bad input gets one error."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ print(hashlib.sha256(edited()).hexdigest())
 
 
 def edited() -> bytes:
-    """A module with new computations, called in several places, written in no good order."""
+    """A module with new computations that are called in several places, and with its instructions in reversed order."""
     made = loop(0, 3, 1, condition_calls=True)
     module = made.computation.module
     builder = Builder(module.entry)
@@ -124,7 +124,7 @@ def edited() -> bytes:
     for instruction in module.entry.instructions:
         for key in "zyxabc":
             instruction.proto.frontend_attributes.map[key] = key * 2
-    module.proto.id = 0  # XLA counts the texts that it parses
+    module.proto.id = 0  # XLA numbers the texts that it parses
     module.computations.reverse()
     module.entry.instructions.reverse()
     return module.to_bytes()
@@ -302,7 +302,7 @@ def test_ids_that_lead_nowhere_get_one_error(what: str) -> None:
         entry.instructions[1].id = entry.instructions[0].id
     else:
         proto.entry_computation_id = 999
-    with pytest.raises(DhelixError, match="missing or there twice"):
+    with pytest.raises(DhelixError, match="missing or duplicated"):
         HloModule.from_bytes(proto.SerializeToString())
 
 

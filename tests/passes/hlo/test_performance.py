@@ -24,7 +24,7 @@ def one_long_computation(count: int) -> HloModule:
 
 
 def many_computations(count: int, size: int) -> HloModule:
-    """A chain of calls, each of a function of its own."""
+    """A chain of calls, each of its own function."""
     module = base()
     entry = Builder(module.entry)
     value = module.entry.root
@@ -39,7 +39,7 @@ def many_computations(count: int, size: int) -> HloModule:
 
 
 def nested_calls(depth: int, size: int) -> HloModule:
-    """Functions that each call the next: each body is copied once, not once per level."""
+    """Functions that each call the next one; inlining must copy each body once, not once per level."""
     module = base()
     function: Computation | None = None
     for _ in range(depth):
@@ -56,7 +56,7 @@ def nested_calls(depth: int, size: int) -> HloModule:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """CPU time of this process: neither other work on the machine nor garbage collection counts."""
+    """CPU seconds of this process, so that other load and garbage collection do not count."""
     gc.collect()
     gc.disable()
     start = time.process_time()
@@ -85,13 +85,13 @@ def test_parsing_verifying_and_writing_a_large_module(make: Callable[[], HloModu
 
 
 def grows(make: Callable[[int], HloModule], action: Callable[[HloModule], object], size: int) -> float:
-    """How much more four times as much takes; 4 when it is linear, 16 when it is quadratic."""
+    """Time for four times the size, relative to `size`: 4 if linear, 16 if quadratic."""
     small, large = make(size), make(4 * size)
     return seconds(lambda: action(large)) / max(seconds(lambda: action(small)), 1e-3)
 
 
 def reorder(module: HloModule) -> None:
-    """The worst order: every operand after its user."""
+    """Sorts the worst order: every operand after its user."""
     module.entry.instructions.reverse()
     module.computations.reverse()
     module.to_bytes()

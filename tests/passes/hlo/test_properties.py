@@ -1,4 +1,4 @@
-"""Random programs: every edit keeps them well formed, keeps what they compute, and keeps their effects."""
+"""Random programs: every edit keeps them well formed, and keeps their results and effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def behaviour(module: HloModule) -> tuple[Value, Trace]:
 
 
 def unchanged(module: HloModule, before: tuple[Value, Trace]) -> None:
-    """Well formed for us and for XLA, also after a round trip, and with the behaviour it had."""
+    """Checks that the module is well formed for `verify` and XLA, also after a round trip, and behaves as `before`."""
     again = HloModule.from_bytes(module.to_bytes())
     verify(module)
     verify(again)

@@ -1,4 +1,4 @@
-"""Stacks that loops read and write slot by slot: what is seen of them, and stacks made longer, shorter or shared."""
+"""Stacks that loops read and write slot by slot: detection, and stacks made longer, shorter or shared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def stack(builder: Builder, slots: int) -> Instruction:
 def loop(
     builder: Builder, start: Instruction, trips: int, first: int, step: int = 1, reads: bool = False
 ) -> Instruction:
-    """Iteration t reads or writes slot `first + step * t`: it adds the slots, or stores the sum before it adds one."""
+    """A loop whose iteration t uses slot `first + step * t` of a stack.
+
+    With `reads`, it adds the slot to the total. Otherwise it stores the total in the slot, then adds one to the total.
+    """
     total = builder.module.entry.parameters[0]
     initial = builder.tuple([builder.scalar(0, shapes.S32), total, start])
     body = Builder(builder.module.new_computation("body"))
@@ -56,7 +59,7 @@ def loop(
 
 
 def written_and_read() -> tuple[Instruction, Instruction]:
-    """A loop that fills a stack from slot 0 on, and one that reads it from the last slot on."""
+    """A loop that fills a stack from the first slot on, and a loop that reads it from the last slot on."""
     builder = Builder(base().entry)
     writer = loop(builder, stack(builder, SLOTS), SLOTS, 0)
     reader = loop(builder, builder.element(writer, 2), SLOTS, SLOTS - 1, -1, reads=True)
@@ -73,10 +76,10 @@ def test_reads_and_writes_of_single_slots_are_found() -> None:
     found, element = last_reader(writer, 2)
     assert (found.instruction, element) == (reader, 2)
     assert slots_changed(WhileLoop(writer), 2) == {0, 1, 2, 3}
-    assert slots_changed(WhileLoop(reader), 2) is None  # it changes none
-    with pytest.raises(PassRefusal, match="does not write it slot by slot"):
+    assert slots_changed(WhileLoop(reader), 2) is None  # the reader changes no slot
+    with pytest.raises(PassRefusal, match="does not write the stack slot by slot"):
         slot_write(WhileLoop(reader), 2)
-    with pytest.raises(PassRefusal, match="more or less than one slot"):
+    with pytest.raises(PassRefusal, match="does not read one slot at a time"):
         slot_reads(WhileLoop(writer), 2)
 
 
@@ -117,7 +120,7 @@ def test_a_stack_stored_the_other_way_round() -> None:
 
 
 def test_two_loops_over_different_slots_of_one_stack_become_one() -> None:
-    """The second starts with what the first leaves; merged, both change the stack in each iteration."""
+    """The second loop starts with the stack that the first one leaves. Each merged iteration writes a slot of both."""
     builder = Builder(base().entry)
     first = loop(builder, stack(builder, 2 * SLOTS), SLOTS, 0)
     second = loop(builder, builder.element(first, 2), SLOTS, SLOTS)

@@ -1,4 +1,4 @@
-"""One good module, broken in one way at a time: each rule names the instruction that breaks it."""
+"""A good module, broken in one way at a time: each rule names the instruction that breaks it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ENTRY main {
 
 
 class Good:
-    """The module, its instructions by name, and its computations by name."""
+    """The good module, with its instructions and computations by name."""
 
     def __init__(self) -> None:
         self.module = HloModule.from_text(GOOD)
@@ -208,7 +208,7 @@ RULES: dict[str, tuple[Callable[[Good], None], str]] = {
         lambda g: set_operands(g, "branch", "flag", "x", "n"),
         r"branch .*n for no is s32",
     ),
-    "product of one": (lambda g: set_operands(g, "outer", "x"), r"outer .*1 operands, and needs 2"),
+    "product of one": (lambda g: set_operands(g, "outer", "x"), r"outer .*1 operands but needs at least 2"),
     "product over a dimension that is not there": (
         lambda g: set_operands(g, "outer", "x", "sum"),
         r"outer .*dimensions \[0\] of f32\[\]",

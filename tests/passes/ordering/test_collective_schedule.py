@@ -1,4 +1,4 @@
-"""List scheduling of collectives: golden HLO, and properties of what it does to random programs."""
+"""List scheduling of collectives: golden HLO, and properties of the result for random programs."""
 
 import time
 
@@ -51,19 +51,19 @@ def test_standing_down_is_said() -> None:
     name = "collective_schedule/nothing_to_gain.hlo"
     _, report = run(HloModule.from_text(golden.read(name)).to_bytes(), CollectiveSchedule())
     assert report.outcome == UNCHANGED
-    assert [n.message for n in report.notes] == ["stood down: no order plays better than XLA's"]
+    assert [n.message for n in report.notes] == ["XLA's order kept: no order is predicted to be faster"]
     assert report.notes[0].facts["exposed_before"] > 0.0
 
 
 def test_a_gain_below_the_threshold_is_not_taken() -> None:
     name = "collective_schedule/gather_under_product.hlo"
     before = HloModule.from_text(golden.read(name)).to_bytes()
-    assert run(before, CollectiveSchedule(min_gain=0.5))[0] is None  # of what overlap could save
+    assert run(before, CollectiveSchedule(min_gain=0.5))[0] is None  # min_gain is relative to what overlap could save
     assert run(before, CollectiveSchedule(H200_NO_P2P))[0] is not None
 
 
 def test_measured_pairs_decide() -> None:
-    """A gather that runs well under the product goes there; one that stops it stays where it was."""
+    """A gather that runs well under the product moves there; a gather that stops the product stays."""
     before = HloModule.from_text(golden.read("collective_schedule/gather_under_product.hlo"))
     by_name = {i.name: i for i in before.entry.instructions}
     gather, product = key_of(by_name["start"]), key_of(by_name["x"])
@@ -97,7 +97,7 @@ def schedule(program: Program, results: list[str], limit: int | None = None) -> 
 
 
 def test_what_the_next_collective_needs_goes_first() -> None:
-    """`b` hangs on nothing; `a` feeds the collective that the long rest waits for."""
+    """`b` depends on nothing; `a` feeds the collective that the long `rest` waits for."""
     program = [
         Op("b", 4.0, ("p",)),
         Op("a", 1.0, ("p",)),
@@ -140,7 +140,7 @@ def test_random_programs(drawn: tuple[Program, list[str]]) -> None:
 
 @given(programs())
 def test_memory_is_what_lives(drawn: tuple[Program, list[str]]) -> None:
-    """Against a count by hand: a value lives from its instruction to its last reader, a result to the end."""
+    """A separate count: a value lives from its instruction to its last reader, and a result lives to the end."""
     program, results = drawn
     assume(not any(isinstance(s, Op) and s.in_place for s in program))
     module, _ = build(program, results)

@@ -1,4 +1,4 @@
-"""The list schedule inside the compiler: a Llama train step for 4 H200s, compiled without having one."""
+"""The list schedule inside the compiler: a Llama train step for 4 H200s, compiled without any GPU."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, 
 @pytest.mark.deviceless
 @pytest.mark.parametrize("strands", [False, True])
 def test_a_train_step_compiles_in_the_order_found(strands: bool) -> None:
-    """The compiler takes the order and needs no more memory than the slack of 3 % allows."""
+    """The compiler accepts the order, and its memory stays within the slack of 3 %."""
     case = Case("small", layers=4, microbatches=4, overrides=SMALL)
     lowered = interleave(lower(case))[0] if strands else lower(case)
     module = lowering.hlo_bytes(lowered)

@@ -1,4 +1,4 @@
-"""No collective in flight beside a kernel that waits for its peers: what is moved, where to, and what cannot be."""
+"""No collective is in flight next to a kernel that waits for its peers: what moves, where to, and what cannot move."""
 
 import pytest
 
@@ -26,7 +26,7 @@ DONE = "g = bf16[4096,4096] async-done(s)"
 
 
 def module(*lines: str, root: str, peers: str = "true", before: str = "") -> HloModule:
-    """A scheduled entry; `KERNEL` in a line stands for a kernel that waits for its peers, `GEMM` for a product."""
+    """A scheduled entry. In the lines, `KERNEL` stands for a kernel that waits for its peers, `GEMM` for a product."""
     body = "\n".join(line.replace("KERNEL", KERNEL.replace("PEERS", peers)).replace("GEMM", GEMM) for line in lines)
     return HloModule.from_text(f"{HEAD}{before}ENTRY e {{\n{PARAMETERS}\n{body}\nROOT r = {root}\n}}")
 
@@ -40,7 +40,7 @@ def kernel(name: str, of: str = "w") -> str:
 
 
 def order(found: HloModule) -> list[str]:
-    """Names without parameters, in the order of the entry's schedule."""
+    """Names of the entry's schedule without parameters and tuples."""
     return [i.name for i in found.schedule[found.entry] if i.opcode not in ("parameter", "tuple")]
 
 
@@ -49,7 +49,7 @@ def tied(found: HloModule) -> set[tuple[str, str]]:
 
 
 def guarded(found: HloModule) -> list[str]:
-    """The names of what was moved."""
+    """Runs the pass, and returns the names of the instructions that it moved."""
     context = PassContext()
     assert ExclusiveKernels().run(found, context)
     verify(HloModule.from_bytes(found.to_bytes()))
@@ -61,7 +61,7 @@ FIVE = "(bf16[4096,4096], bf16[4096,4096], bf16[4096,4096], bf16[4096,4096], bf1
 
 
 def test_an_end_is_moved_up() -> None:
-    """Two products lie before the kernel and one after it."""
+    """Two products run before the kernel and one after it, so the done moves up to the kernel."""
     found = module(START, product("a"), product("b"), kernel("k"), product("c"), DONE, root=FIVE)
     assert guarded(found) == ["s"]
     assert order(found) == ["s", "a", "b", "g", "k", "c"]
@@ -83,7 +83,7 @@ def test_between_two_kernels() -> None:
 
 
 def test_data_decides_where_there_is_no_choice() -> None:
-    """The kernel's operand needs what lies beside the gather, and the kernel is needed before its end."""
+    """Data dependencies fix the order a, k, b, c. So the gather starts after the kernel and overlaps with b and c."""
     found = module(START, product("a"), kernel("k", "a"), product("b", "k"), product("c", "b"), DONE, root=FIVE)
     assert guarded(found) == ["s"]
     assert order(found) == ["a", "k", "s", "b", "c", "g"]
@@ -144,13 +144,13 @@ def test_what_the_program_orders_otherwise_is_refused() -> None:
     tied_up[3] = product("b", "k")
     found = module(*tied_up, root=FOUR)
     before = order(found)
-    with pytest.raises(DhelixError, match="has to be in flight"):
+    with pytest.raises(DhelixError, match="must be in flight"):
         ExclusiveKernels().run(found, PassContext())
     assert order(found) == before
 
 
 def test_a_schedule_that_is_made_later_keeps_to_it() -> None:
-    """Without the guard the list schedule lays the gather beside all products, the kernel among them."""
+    """Without the pass, the list schedule overlaps the gather with all products and with the kernel."""
     lines = START, DONE, product("a"), kernel("k", "a"), product("b", "k")
     free, bound = module(*lines, root=FOUR), module(*lines, root=FOUR)
     schedule = CollectiveSchedule(H200_NO_P2P, memory_limit=1 << 40, min_gain=0.0)

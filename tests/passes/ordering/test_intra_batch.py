@@ -1,4 +1,4 @@
-"""The search of strand pairing without strands."""
+"""Intra-batch ordering: the search of strand pairing without strands."""
 
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import CHANGED

@@ -20,7 +20,7 @@ US = 1e-6
 
 
 def chain(strand: str, layer: int, value: str, works: Sequence[tuple[str, float]]) -> tuple[list, str]:
-    """Operators one after the other, `g` a collective; between them what takes no time, as in real programs."""
+    """Dependent operators of one layer, `g` for a collective; zero-time operators between them, as in real programs."""
     program: list[Op | Start | Done] = []
     for n, (kind, us) in enumerate(works):
         name = f"{strand}{layer}_{n}"
@@ -37,7 +37,9 @@ def chain(strand: str, layer: int, value: str, works: Sequence[tuple[str, float]
 
 
 def layers(count: int, head: int = 0) -> tuple[Program, list[str]]:
-    """Two strands of transformer layers, which compute for 1.2 and 2.3 ms a layer and send for 0.6 and 0.8."""
+    """Two strands of transformer layers. Per layer, forward takes 1.2 ms of compute and 0.6 ms of communication,
+    backward 2.3 ms and 0.8 ms.
+    """
     forward = [("x", 9), ("g", 190), ("x", 146), ("x", 306), ("x", 100), ("g", 191), ("x", 15), ("g", 190), ("x", 634)]
     backward = [
         ("g", 190),
@@ -104,7 +106,7 @@ def test_layers_that_look_alike_are_solved_once() -> None:
 
 
 def test_nothing_repeats() -> None:
-    """Operators of different lengths: cut into pieces all the same."""
+    """A body whose operators all have different lengths is still cut into pieces."""
     program, x = chain("f", 0, "p", [("g" if n % 4 == 1 else "x", 100.0 + n) for n in range(124)])
     module, costs = build(program, [x])
     memory, entry = Memory(module), module.entry
@@ -115,7 +117,7 @@ def test_nothing_repeats() -> None:
 
 
 def test_time_grows_with_instructions() -> None:
-    """Less than in proportion, because layers are alike; 100,000 instructions take about 10 s on one core."""
+    """Less than in proportion to the layers, because equal layers are solved once."""
     seconds = []
     for count in (15, 60):
         _, module, costs, limits = made(count)

@@ -1,4 +1,4 @@
-"""Which orders are taken: memory as a hard limit, what counts as faster, computations that call others."""
+"""Which orders are taken: memory is a hard limit, the required gain, and computations that call others."""
 
 import random
 
@@ -20,7 +20,7 @@ from dhelix.profiles.hardware import H200, H200_NO_P2P
 from dhelix.tests.passes.schedules import Program, build, runs_rightly
 from dhelix.tests.passes.two_strands import TOGETHER, limits_of, two_strands
 
-# `wide` is made long before it is read; a gather could lie under `x`.
+# `wide` is made long before it is read; a gather could run under `x`.
 WASTEFUL = """HloModule m, is_scheduled=true
 gather {
   q = bf16[2048,4096] parameter(0)
@@ -105,7 +105,7 @@ def loop(head: str) -> HloModule:
 
 
 def test_a_body_may_use_what_its_callers_leave() -> None:
-    """More than it needs now, where the step's peak is elsewhere."""
+    """If the step's peak is elsewhere, the body may use more memory than it does now."""
     alone = loop("ROOT r = bf16[2048,4096] bitcast(out)")
     beside = loop(
         "big = bf16[65536,4096] broadcast(zero), dimensions={}\n"
@@ -123,7 +123,7 @@ def test_a_body_may_use_what_its_callers_leave() -> None:
 
 
 def test_a_gain_counts_against_a_computations_own_time() -> None:
-    """Of the entry that is what it does beside the loop, whose order is settled."""
+    """The entry's own time excludes the loop, whose order is already final."""
     module = loop(
         "begin = ((bf16[2048,4096]), bf16[8192,4096]) async-start(out), calls=gather\n"
         "  end = bf16[8192,4096] async-done(begin)\n"
@@ -163,7 +163,7 @@ def test_the_manager_leaves_a_refused_module_alone() -> None:
 def test_side_effects_and_control_dependencies_keep_their_order(
     drawn: tuple[Program, list[str]], draw: random.Random
 ) -> None:
-    """In the orders of all schedulers; so do buffers that values share."""
+    """All schedulers must keep these orders, and the order of values that share a buffer."""
     program, results = drawn
     module, costs = build(program, results)
     sequence = module.schedule[module.entry]

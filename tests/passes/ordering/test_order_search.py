@@ -1,4 +1,4 @@
-"""Orders of a body: what the search says one takes is what the evaluator says, and moves keep what must hold."""
+"""Orders of a body: the search and the evaluator agree on the time, and moves keep orders legal."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def search_of(module: HloModule, costs: dict[Instruction, Cost], most: int | Non
 @settings(deadline=None, max_examples=60)
 @given(programs(), st.sampled_from([None, 1, 2]), st.randoms(use_true_random=False))
 def test_what_an_order_takes(drawn: tuple[Program, list[str]], most: int | None, draw) -> None:
-    """After random moves of operators and waits: legal, right where buffers are shared, timed as the evaluator does."""
+    """After random moves of operators and waits, orders stay legal, correct with shared buffers, and exactly timed."""
     program, results = drawn
     module, costs = build(program, results)
     search = search_of(module, costs, most)
@@ -49,7 +49,7 @@ def test_what_an_order_takes(drawn: tuple[Program, list[str]], most: int | None,
 
 
 def test_what_was_played_once_is_looked_up() -> None:
-    """Where one operator moved, only what follows it is played, until the same is under way again."""
+    """After one operator moves, only the operators behind it are evaluated again, until the same ones are in flight."""
     chain = [Op(f"x{n}", 1.0, (f"x{n - 1}" if n else "p",)) for n in range(30)]
     module, costs = build([*chain, Op("y", 1.0, ("p",))], ["x29", "y"])
     search = search_of(module, costs)
@@ -62,7 +62,7 @@ def test_what_was_played_once_is_looked_up() -> None:
 
 
 def test_compute_may_wait_for_a_collective() -> None:
-    """Beside the gather x has a quarter of its speed; to wait for the end first is faster, and no operator says so."""
+    """Next to the gather, x has a quarter of its speed. Waiting for the gather is faster, but not required."""
     module, costs = build([Start("g", 1.0, "p"), Op("x", 3.0, ("p",)), Done("g")], ["x", "g_done"])
     slow = dataclasses.replace(H200_NO_P2P, compute_rate=0.25, communication_rate=0.25)
     memory = Memory(module)
@@ -79,7 +79,7 @@ def test_compute_waits_for_collectives_and_for_no_copy_that_counts_as_compute() 
 
 
 def test_what_travels_with_a_collective_runs_beneath_the_next() -> None:
-    """What reads a gather takes too little to be an operator; it need not wait for the gather that comes after."""
+    """The readers of the first gather are too short to be operators. They need not wait for the second gather."""
     light = [Op(f"x{n}", 1e-5, (f"x{n - 1}" if n else "slice", "g0_done")) for n in range(20)]
     gathers = [Start("g0", 4e-3, "p"), Start("g1", 4e-3, "p"), Op("slice", 1e-5, ("p",)), Op("y", 1e-3, ("p",))]
     module, costs = build([*gathers, Done("g0"), Done("g1"), *light], ["x19", "y", "g1_done"])
@@ -100,7 +100,7 @@ GATHERS = [
 
 
 def in_flight(order: list[Instruction]) -> int:
-    """The most starts without their dones."""
+    """The largest number of starts in flight."""
     flying, most = set(), 0
     for instruction in order:
         if is_start(instruction):
@@ -131,7 +131,7 @@ def test_an_end_that_waits_for_the_next_start_stays() -> None:
 
 
 def test_collectives_keep_their_order_where_xla_makes_one_synchronous() -> None:
-    """XLA runs a pair with nothing between start and end at the end's place, after what was started between."""
+    """XLA runs a pair with nothing between start and done at the done's place, after collectives started in between."""
     module, costs = build(GATHERS, ["y", "x"])
     by_name = {i.name: i for i in module.schedule[module.entry]}
     before = {i: list(i.operands) for i in by_name.values()}
@@ -147,7 +147,7 @@ def test_collectives_keep_their_order_where_xla_makes_one_synchronous() -> None:
 
 
 def test_ends_move_up_where_memory_is_short() -> None:
-    """Late, the end of the gather keeps its operand alive beside what comes meanwhile."""
+    """A late end of the gather keeps the gather's operand live while `wide` is made."""
     program = [
         Op("big", 1.0, ("p",), size=1000),
         Start("g", 2.0, "big"),

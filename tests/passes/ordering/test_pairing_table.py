@@ -1,4 +1,4 @@
-"""Equation 2 against brute force."""
+"""Equation 2 (the pairing table) against brute force."""
 
 import math
 import random
@@ -23,7 +23,7 @@ def operators(draw: random.Random, count: int, start: int) -> list[Operator]:
 
 
 def segment_cost(draw: random.Random) -> Callable[[Sequence[Operator], Sequence[Operator]], float]:
-    """Any time between the busiest lane and everything one after the other; always the same for the same segments."""
+    """A random time between the busiest lane and the sum of all operators, always the same for the same segments."""
 
     known: dict[tuple[int, ...], float] = {}
 
@@ -45,7 +45,7 @@ def brute_force(
     longest: int,
     allowed: Callable[[int, int], bool],
 ) -> float:
-    """The least sum over every way to cut both sequences; infinite if there is none."""
+    """The least sum over all ways to cut both sequences into segments; infinite if there is none."""
 
     def rest(i: int, j: int) -> float:
         if (i, j) == (len(first), len(second)):
@@ -62,7 +62,7 @@ def brute_force(
 
 
 def test_the_plan_is_as_fast_as_the_fastest_of_all_segmentations() -> None:
-    """1,000 instances of up to 4 x 5 operators, a tenth of the states forbidden in half of them."""
+    """1,000 instances of up to 4 x 5 operators. In half of them, a tenth of the states are forbidden."""
     draw = random.Random(0)
     infeasible = 0
     for _ in range(1000):
@@ -86,7 +86,7 @@ def test_the_plan_is_as_fast_as_the_fastest_of_all_segmentations() -> None:
 
 
 def test_with_segments_that_the_evaluator_plays_it_is_as_fast_as_the_fastest_segmentation() -> None:
-    """1,000 instances with rates of pairs of their own, in which order and launch of both segments decide P."""
+    """1,000 instances with random rates of pairs, so the order and the launch of both segments decide P."""
     draw = random.Random(3)
     for _ in range(1000):
         module, costs = random_case(draw).module(InStep(pause=3e-6, wait=1e-5))
@@ -106,7 +106,7 @@ def test_with_segments_that_the_evaluator_plays_it_is_as_fast_as_the_fastest_seg
 
 
 def check_plan(plan: Pairing, first: Sequence[Operator], second: Sequence[Operator], longest: int) -> None:
-    """Segments follow each other, cover both sequences, and add up."""
+    """Checks that segments are contiguous, cover both sequences, and add up."""
     i = j = 0
     for segment in plan.segments:
         assert (segment.first[0], segment.second[0]) == (i, j)

@@ -1,4 +1,4 @@
-"""Strand pairing: strands by data flow, orders of random programs, the pass."""
+"""Strand pairing: strands found by data flow, orders of random programs, and the pass."""
 
 import dataclasses
 import random
@@ -25,7 +25,7 @@ from dhelix.tests.passes.two_strands import BOTH, FORWARD, PRODUCTS, limits_of, 
 
 
 def test_what_floats_comes_behind_collectives_or_late() -> None:
-    """A weight gradient may lie under the next collective of its own strand."""
+    """A weight gradient may run under the next collective of its own strand."""
     lanes = (Lane.COMPUTE, Lane.COMPUTE, Lane.COMM, Lane.COMPUTE)
     chain = [Operator(n, lane, 1.0, needs=frozenset({n - 1} - {-1})) for n, lane in enumerate(lanes)]
     weight = Operator(4, Lane.COMPUTE, 1.0, needs=frozenset({0}))
@@ -50,7 +50,7 @@ def test_strands_share_no_value() -> None:
 
 
 def test_a_third_part_goes_with_the_strand_that_takes_less() -> None:
-    """Policy and reference, 5 s of compute each, beside 12 s of a backward pass."""
+    """Policy and reference take 5 s of compute each, the backward pass 12 s."""
     other = [Op("r1", 1.0, ("p",)), Start("rg", 4.0, "r1"), Done("rg"), Op("r2", 4.0, ("rg_done",))]
     longest = [Op("b1", 8.0, ("p",)), Start("bg", 4.0, "b1"), Done("bg"), Op("b2", 4.0, ("bg_done",))]
     body = strands([*FORWARD, *other, *longest], ["f2", "r2", "b2"])
@@ -104,7 +104,7 @@ WRITE = """write {
 }
 """
 
-# A fusion has a computation of its own.
+# Each fusion needs a computation of its own.
 SHARED_STACK = f"""HloModule shared_stack, is_scheduled=true
 {WRITE.replace("write", "write.1")}
 {WRITE.replace("write", "write.2")}
@@ -125,7 +125,7 @@ outer {{
 
 
 def test_a_stack_whose_slots_both_write_ties_nothing() -> None:
-    """As gradients of two micro-batches that go backward together; the order of the two writes stays."""
+    """Two backward passes that overlap accumulate into such a stack. The order of the two writes stays."""
     module = HloModule.from_text(SHARED_STACK)
     body = find_strands(module.entry, module.schedule[module.entry], Costs(H200_NO_P2P), limits_of(module))
     assert [names(body, strand)[0] for strand in (body.first, body.second)] == ["a", "b"]
@@ -146,7 +146,7 @@ def test_the_gather_of_one_strand_lies_under_the_product_of_the_other() -> None:
 
 
 def test_memory_is_a_hard_limit() -> None:
-    """Both gathers under way at once would need more than one after the other does."""
+    """Both gathers in flight at once need more memory than one after the other."""
     wide = [dataclasses.replace(s, size=1000) if isinstance(s, Start) else s for s in BOTH]
     module, costs = build(wide, ["f2", "b2"])
     entry, sequence = module.entry, module.schedule[module.entry]
@@ -158,7 +158,7 @@ def test_memory_is_a_hard_limit() -> None:
 @settings(deadline=None, max_examples=20)
 @given(two_strands(), st.sampled_from([0.0, 0.03, 1.0]))
 def test_orders_of_random_programs(drawn: tuple[Program, list[str]], slack: float) -> None:
-    """Legal, right where buffers are shared, within memory, never slower than the list schedule or the order given."""
+    """Legal, correct with shared buffers, within memory, and never slower than the list schedule or the given order."""
     program, results = drawn
     module, costs = build(program, results)
     limits, entry = limits_of(module, slack), module.entry
@@ -176,8 +176,9 @@ def test_orders_of_random_programs(drawn: tuple[Program, list[str]], slack: floa
 
 
 def test_a_router_comes_before_what_could_run_as_well() -> None:
-    """A layer with experts, where communication is slow: the sooner the router has its product, the sooner tokens leave
-    for their experts, under what the shared expert and the other strand compute."""
+    """A layer with experts and slow communication. The sooner the router's product is done, the sooner the tokens leave
+    for their experts, under the compute of the shared expert and the other strand.
+    """
     forward = [
         *(Op("attention", 1.0, ("p",)), Op("shared", 6.0, ("attention",)), Op("router", 0.5, ("attention",))),
         *(Start("dispatch", 8.0, "router"), Done("dispatch"), Op("experts", 2.0, ("dispatch_done",))),
@@ -194,7 +195,7 @@ def test_a_router_comes_before_what_could_run_as_well() -> None:
 
 
 def test_small_programs_mostly_get_the_fastest_of_all_orders() -> None:
-    """It is a search, so not all; where it looked at no other turns of the collectives it missed twice as many."""
+    """The search is a heuristic, so it may miss a few, but it stays within 10 % of the fastest order."""
     draw, fastest_found = random.Random(5), 0
     for _ in range(60):
         module, costs = random_case(draw).module(InStep(pause=3e-6, wait=1e-5))
@@ -219,7 +220,7 @@ def test_the_pass_reorders_and_says_what_it_paired() -> None:
 
 
 def test_a_body_without_strands_gets_an_order_too() -> None:
-    """A weight gradient under the reduce-scatter of its own strand, which XLA put after it."""
+    """A weight gradient moves under the reduce-scatter of its own strand; XLA had put it after that."""
     program = [
         Op("b1", 1.0, ("p",)),
         Start("bg", 4.0, "b1"),

@@ -1,4 +1,4 @@
-"""Strand pairing inside the compiler: an interleaved Llama step for 4 H200s, compiled without having one."""
+"""Strand pairing inside the compiler: an interleaved Llama step for 4 H200s, compiled without any GPU."""
 
 import pytest
 
@@ -15,14 +15,14 @@ from dhelix.runtime.compiler import deviceless, lowering
 from dhelix.runtime.compiler.registration import Session
 from dhelix.tests.passes.schedules import temporaries
 
-# Collectives of 64 MiB: up to 30 MiB of results XLA combines those of both strands, and nothing is left to pair.
+# Collectives of 64 MiB. Up to 30 MiB of results, XLA combines collectives of both strands, and nothing is left to pair.
 WIDE = {"vocab": 8192, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 7168, "seq": 8192}
 
 
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_an_interleaved_step_is_paired() -> None:
-    """Predicted faster than XLA's order and the list schedule; legal, deterministic, within the slack of 3 %."""
+    """Predicted to be faster than XLA's order and the list schedule; legal, deterministic, within the slack of 3 %."""
     lowered = interleave(lower(Case("wide", layers=4, microbatches=4, overrides=WIDE)))[0]
     plain = deviceless.compile(lowered)
     xla = lowering.compiled_module(plain)

@@ -1,4 +1,4 @@
-"""What schedules cost: bubbles and peaks known in closed form, and by hand; all in exact arithmetic."""
+"""Costs of schedules: bubbles and peaks known in closed form or worked out by hand, all in exact arithmetic."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -103,7 +103,7 @@ def test_interleaved_si_has_the_bubble_of_interleaved_1f1b_and_si_blocks(
 @settings(max_examples=30)
 @given(stage_counts, st.integers(1, 14), st.integers(2, 4))
 def test_interleaved_si_is_never_idle_for_longer_than_w(stages: int, microbatches: int, chunks: int) -> None:
-    layers = chunks * 2 * stages  # so both have equal chunks
+    layers = chunks * 2 * stages  # so the layers divide evenly in both schedules
     layout = interleaved_layout(layers, stages, chunks)
     result = evaluate(make_schedule("interleaved_si", layout, microbatches), UNIT)
     assert result.bubble_fraction <= _evaluate("w", layers, stages, microbatches, UNIT).bubble_fraction
@@ -148,7 +148,7 @@ def test_no_schedule_beats_the_ideal_without_co_execution(
 @settings(max_examples=40)
 @given(stage_counts, microbatch_counts, st.integers(1, 3))
 def test_co_execution_shortens_the_steady_phase_of_w_alone(stages: int, microbatches: int, layers: int) -> None:
-    """2P ticks forward, 2M - 2 both ways, 2P backward."""
+    """2P ticks forward, 2M - 2 with both directions, 2P backward."""
     result = _evaluate("w", 2 * stages * layers, stages, microbatches, PipelineCosts(2, 4, co_executed=5))
     assert result.step_time == layers * (2 * stages * (2 + 4) + (2 * microbatches - 2) * 5)
     assert result.bubble_fraction == Fraction(stages - 1, microbatches)
@@ -159,7 +159,7 @@ def test_idle_time_is_said_of_the_shortened_step() -> None:
     strands = _evaluate("w", 32, 4, 12, PipelineCosts(2, 4, co_executed=5))
     assert plain.bubble_fraction == strands.bubble_fraction == Fraction(1, 4)
     assert plain.idle_share == Fraction(1, 5)
-    # Ticks 8 to 29 of 38 go both ways. A stage has work of both kinds in 16 of them, of one kind in 8 + 8 more ticks.
+    # Ticks 8 to 29 of 38 run both directions. A stage has both kinds of work in 16 ticks, one kind in 8 + 8 more.
     assert plain.co_executed_share == strands.co_executed_share == Fraction(16, 38)
     step, busy = 4 * (16 * (2 + 4) / 2 + 22 * 5), 4 * (16 * 5 + 8 * 2 + 8 * 4)
     assert (strands.step_time, strands.idle_share) == (step, 1 - Fraction(busy) / Fraction(step))
@@ -179,7 +179,7 @@ def test_in_an_si_block_the_longer_chunk_goes_on_alone() -> None:
 
 def test_messages_take_time_where_a_stage_waits_for_them() -> None:
     late = replace(UNIT, send=Fraction(1, 2))
-    # Between two stages and back; in the U twice, with a turn on the second stage that sends nothing.
+    # One send each way between the two stages; two in the fold, whose turn on the second stage sends nothing.
     for name, sends in (("1f1b", 2), ("dualpipev", 4), ("w", 4)):
         added = _evaluate(name, 4, 2, 1, late).step_time - _evaluate(name, 4, 2, 1, UNIT).step_time
         assert added == sends * late.send

@@ -1,4 +1,4 @@
-"""Layouts: which layers lie where, and the order of storage."""
+"""Layouts: which layers are on which stage, and the storage order."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Steps whose messages are meetings: which schedules lose nothing by them, and what waiting costs by hand."""
+"""Steps whose messages are rendezvous: which schedules lose no time, and what waiting costs, worked out by hand."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -32,7 +32,7 @@ def step(schedule: Schedule, costs: PipelineCosts, **how: Any) -> Fraction:
 
 
 def both(schedule: Schedule, costs: PipelineCosts) -> tuple[Fraction, Fraction]:
-    """With buffered messages, and with meetings."""
+    """Step times with buffered messages, and with rendezvous."""
     return step(schedule, costs), step(schedule, costs, meetings=True)
 
 
@@ -72,7 +72,7 @@ def test_meetings_never_make_a_step_shorter(
 
 
 def test_a_forward_that_meets_a_backward_each_tick_takes_as_long_as_that() -> None:
-    """Interleaved 1F1B, every cell as early as it can: forward beside backward in all of the steady phase."""
+    """Interleaved 1F1B with every cell as early as possible has forward next to backward in the whole steady phase."""
     layout, microbatches = interleaved_layout(4, 2, 2), 16
     turns = make_schedule("interleaved", layout, microbatches)
     orders = [
@@ -97,14 +97,14 @@ def test_sends_are_waited_for_or_go_on_beside_the_next_tick() -> None:
     late = replace(OWN, send=Fraction(1, 2))
     schedule = make_schedule("interleaved", interleaved_layout(4, 2, 2), 16)
     waited, beside = (step(schedule, late, meetings=True, sends_beside=each) for each in (False, True))
-    # Each tick sends; beside the next one go the sends of the steady phase, all but eight.
+    # Every tick sends. With `sends_beside`, fewer than eight sends do not overlap with the next tick.
     assert waited == 33 * 3 + len(schedule.ticks) * late.send
     assert beside < 33 * 3 + 8 * late.send
 
 
 @pytest.mark.parametrize(("name", "ticks"), [("1f1b", 2 * 16), ("interleaved", 0)])
 def test_shared_ends_join_all_stages(name: str, ticks: int) -> None:
-    """Under 1F1B that makes a forward wait for a backward; where all go the same way it costs nothing."""
+    """Under 1F1B, a forward then waits for a backward. If all stages run the same direction, this costs nothing."""
     schedule = make_schedule(name, layout_of(name, 4, 2), 16)
     tiny = replace(OWN, head=Fraction(1, 1000), shared_ends=True)
     chunk = schedule.layout.padded

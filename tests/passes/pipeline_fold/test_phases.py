@@ -1,4 +1,4 @@
-"""Loops over ticks: each tick holds what it needs, neighbours with nothing to say do not meet, and loops are few."""
+"""Loops over ticks: each tick holds what it needs, neighbours without messages do not rendezvous, and loops are few."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from dhelix.tests.passes.pipeline_fold.drawn_schedules import STEPS, make
 
 
 def patterns_by_tick(schedule: Schedule) -> tuple[Pattern, ...]:
-    """The pattern that each tick runs, checking that phases cover the ticks once and in order."""
+    """The pattern of each tick. Checks that phases cover the ticks once and in order."""
     first = 0
     for phase in phases(schedule):
         assert phase.first == first and phase.rounds >= 1
@@ -31,7 +31,7 @@ def test_each_tick_runs_what_it_needs(step: Any) -> None:
         assert pattern.embed or not any(work.chunk == 0 for work in forward)
         assert pattern.embed_backward or not any(work.chunk == 0 for work in backward)
         assert pattern.head or not any(work.chunk == last for work in backward)
-        if schedule.lockstep:  # nothing that no stage needs, since all compute it
+        if schedule.lockstep:  # all stages compute it, so it holds nothing that no stage needs
             assert pattern.both == bool(forward and backward)
             assert pattern.forward == bool(forward and not backward)
             assert pattern.backward == bool(backward and not forward)
@@ -40,7 +40,7 @@ def test_each_tick_runs_what_it_needs(step: Any) -> None:
             assert pattern.both or not (cell.forward and cell.backward)
             assert pattern.forward or pattern.both or not cell.forward
             assert pattern.backward or pattern.both or not cell.backward
-            if not schedule.lockstep:  # where a stage does one thing alone there must be a loop of it alone
+            if not schedule.lockstep:  # a stage with work in one direction needs a loop for that direction alone
                 assert pattern.forward or cell.backward or not cell.forward
                 assert pattern.backward or cell.forward or not cell.backward
         held = pattern.activations, pattern.cotangents
@@ -69,7 +69,7 @@ def test_what_a_tick_makes_leaves_at_its_end_or_beside_the_next_one(step: Any) -
 @pytest.mark.parametrize("microbatches", [1, 2, 7, 16, 64])
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_the_loops_of_w(stages: int, microbatches: int) -> None:
-    """Warm-up, steady phase and cool-down; few loops, however many micro-batches there are."""
+    """Warm-up, steady phase and cool-down have the right lengths; more micro-batches do not make more loops."""
     schedule = make(("w", stages, microbatches, 0, 2))
     patterns = patterns_by_tick(schedule)
     kinds = ["both" if p.both else "forward" if p.forward else "backward" for p in patterns]
@@ -82,7 +82,7 @@ def test_the_loops_of_w(stages: int, microbatches: int) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4, 16])
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 4), (4, 2), (8, 2), (8, 4)])
 def test_the_loops_of_interleaved_si(stages: int, chunks: int, groups: int) -> None:
-    """No head in vain, and few bodies, however many micro-batches there are."""
+    """The head runs only when a stage needs it, and the number of bodies does not grow with micro-batches."""
     schedule = make(("interleaved_si", stages, groups * stages, 0, chunks))
     held = patterns_by_tick(schedule)
     kinds = ["both" if p.both else "forward" if p.forward else "backward" for p in held]
@@ -108,7 +108,7 @@ def test_under_interleaved_1f1b_all_go_the_same_way_and_messages_travel_meanwhil
     assert not any(pattern.goes_forward and pattern.goes_backward for pattern in patterns(schedule))
     steady = max(phases(schedule), key=lambda phase: phase.rounds * len(phase.patterns))
     assert sorted((pattern.forward, pattern.backward) for pattern in steady.patterns) == [(False, True), (True, False)]
-    for pattern in steady.patterns:  # what comes is what the other one of the two has made
+    for pattern in steady.patterns:  # each of the two patterns receives what the other one made
         made, comes = (pattern.activations, pattern.cotangents)[:: 1 if pattern.forward else -1]
         assert made.late and len(made.ways) == len(comes.before) == stages
     assert len(phases(schedule)) <= 6

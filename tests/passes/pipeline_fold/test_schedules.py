@@ -1,4 +1,4 @@
-"""The schedules besides W: 1F1B, interleaved 1F1B, DualPipeV; and how orders become ticks."""
+"""1F1B, interleaved 1F1B and DualPipeV, and how orders of work become ticks."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ microbatch_counts = st.integers(1, 20)
 
 
 def _order(schedule: Schedule, stage: int) -> str:
-    """What a stage does: "F0.1" is micro-batch 0, chunk 1 forward; "+" joins what one cell co-executes."""
+    """The work of a stage: "F0.1" is micro-batch 0, chunk 1 forward; "+" joins the work that one cell co-executes."""
     cells = (tick[stage] for tick in schedule.ticks)
     names = (
         "+".join(
@@ -118,7 +118,7 @@ def test_no_microbatch_is_refused(name: str) -> None:
 
 def test_stages_that_wait_for_one_another_are_refused() -> None:
     orders = [[((0, 0), None), (None, (0, 0))], [(None, (0, 1)), ((0, 1), None)]]
-    with pytest.raises(DhelixError, match="wait for one another in tick 1"):
+    with pytest.raises(DhelixError, match="deadlock in tick 1"):
         in_ticks(linear_layout(2, 2), orders)
 
 

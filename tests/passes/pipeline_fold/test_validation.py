@@ -1,4 +1,4 @@
-"""Validation: what it finds wrong with a schedule, and that it says where."""
+"""Validation: the errors that it finds in a schedule, and the places that it names."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,14 +52,14 @@ def _backward(**fields: int) -> Change:
     [
         (0, 0, lambda cell: Cell(), "stage 0: forward of micro-batch 0, chunk 0 is missing"),
         (13, 0, lambda cell: Cell(), "stage 0: backward of micro-batch 3, chunk 0 is missing"),
-        (2, 0, _forward(microbatch=0), "tick 2, stage 0: forward of micro-batch 0, chunk 0: was done in tick 0"),
+        (2, 0, _forward(microbatch=0), "tick 2, stage 0: forward of micro-batch 0, chunk 0: already done in tick 0"),
         (2, 0, _forward(microbatch=5), "there are 5 micro-batches and 4 chunks"),
         (2, 0, _forward(chunk=1), "tick 2, stage 0: forward of micro-batch 1, chunk 1: the chunk is on stage 1"),
-        (2, 0, _forward(slot=4), "tick 2, stage 0: forward of micro-batch 1, chunk 0: slot 4 is none of the 4"),
+        (2, 0, _forward(slot=4), "tick 2, stage 0: forward of micro-batch 1, chunk 0: slot 4 is not one of the 4"),
         (2, 0, _forward(slot=0), "slot 0 still holds micro-batch 0, chunk 0"),
         (4, 0, _backward(slot=3), "tick 4, stage 0: backward of micro-batch 0, chunk 3: slot 3 is empty"),
         (4, 0, _backward(slot=1), "slot 1 holds micro-batch 1, chunk 0"),
-        (4, 0, _backward(reversed=True), "slot 2 lies in the other order"),
+        (4, 0, _backward(reversed=True), "slot 2 is stored in the other order"),
         (7, 0, lambda cell: Cell(replace(cell.forward, reversed=cell.backward.reversed), cell.backward), "flip"),
     ],
 )
@@ -79,9 +79,9 @@ def test_results_are_read_in_a_later_tick() -> None:
     validate(_by_hand(layout, *good))
     with pytest.raises(DhelixError, match="tick 0, stage 1: forward of .* chunk 1: its input is made in tick 0"):
         validate(_by_hand(layout, (Cell(down), Cell(up)), *good[2:]))
-    with pytest.raises(DhelixError, match="tick 2, stage 0: backward of .* chunk 0: what it reads is made in tick 2"):
+    with pytest.raises(DhelixError, match="tick 2, stage 0: backward of .* chunk 0: its input is made in tick 2"):
         validate(_by_hand(layout, *good[:2], (Cell(None, down), Cell(None, up))))
-    with pytest.raises(DhelixError, match="tick 1, stage 1: backward of .* chunk 1: what it reads is made in tick 1"):
+    with pytest.raises(DhelixError, match="tick 1, stage 1: backward of .* chunk 1: its input is made in tick 1"):
         validate(_by_hand(layout, good[0], (idle, Cell(up, up)), good[3]))
 
 
@@ -118,8 +118,8 @@ def _by_stage(layout: Layout, items: list[Item]) -> list[Item | None]:
     ("layout", "says"),
     [
         (Layout(2, (1, 1, 1, 1), (0, 0, 0, 1)), "stage 0 holds 3 of 4 chunks"),
-        (Layout(2, (1, 3), (0, 1)), "may differ by one"),
-        (Layout(2, (1, 0), (0, 1)), "not be empty"),
+        (Layout(2, (1, 3), (0, 1)), "differ by at most 1"),
+        (Layout(2, (1, 0), (0, 1)), "at least 1"),
         (Layout(2, (1,), (0, 1)), "1 chunk lengths for 2 chunks"),
     ],
 )
@@ -145,7 +145,7 @@ def test_lockstep_needs_a_slot_for_masked_work() -> None:
     layout = fold_layout(4, 2)
     small = w_schedule(layout, 1)
     assert small.slots == 3
-    with pytest.raises(DhelixError, match="tick 3, stage 1: no slot is dead for the masked forward"):
+    with pytest.raises(DhelixError, match="tick 3, stage 1: no slot is free for the masked forward"):
         validate(replace(small, slots=2))
 
 
@@ -157,5 +157,5 @@ def test_no_cell_can_be_left_out_or_done_twice(name: str, stages: int, microbatc
     with pytest.raises(DhelixError, match="is missing"):
         validate(_changed(schedule, tick, stage, lambda cell: Cell()))
     twice = replace(schedule, ticks=(*schedule.ticks, schedule.ticks[tick]))
-    with pytest.raises(DhelixError, match="was done in tick"):
+    with pytest.raises(DhelixError, match="already done in tick"):
         validate(twice)

@@ -1,4 +1,4 @@
-"""Plans as files: what is written is read again, and what is wrong with a file is said with its line or field."""
+"""Plans as files: written plans are read again, and errors name the line or the field."""
 
 import json
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_the_target_says_how_a_process_is_started() -> None:
 
 
 def test_a_person_edits_one_line() -> None:
-    """A segment is a line, and moving an operator between two of them is all that a new order takes."""
+    """A segment is one line. A new order only needs an operator moved from one segment to another."""
     first = (
         '{"run": ["beta all-gather 1", "alpha wgrad"], "predicted_us": 352.125, "measured_us": 349, "guessed": 0.25}'
     )
@@ -100,7 +100,7 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
     ("text", "said"),
     [
         ("{", "plan.json: line 1: ends too early"),
-        ('{\n"schema": 1,\n"program" "x"}', "plan.json: line 3: is no JSON"),
+        ('{\n"schema": 1,\n"program" "x"}', "plan.json: line 3: is not JSON"),
         ("{}", 'it has no "schema"'),
         (edited(schema=3), "written by a newer dhelix"),
         (edited(schema=1), "written by an older dhelix (schema 1; this one reads 2): make it again with `dhelix plan`"),
@@ -114,16 +114,16 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         ),
         (
             section("order", bodies=json.loads(TEXT)["order"]["bodies"] * 2),
-            "bodies.1: bodies 0 and 1 have one fingerprint",
+            "bodies.1: bodies 0 and 1 have the same fingerprint",
         ),
         (section("order", max_in_flight=-1), "max_in_flight: expected `int` >= 0"),
         (body(fingerprint="x"), "bodies.0.fingerprint: expected 16 hexadecimal digits"),
         (body(segments=[{"run": [*RUN, "beta gemm"]}]), "bodies.0.segments.0.run.3: expected the name of one of"),
         (
             body(segments=[{"run": RUN}, {"run": RUN[:1]}]),
-            "bodies.0.segments.1.run.0: 'beta all-gather 1' runs in segment 0",
+            "bodies.0.segments.1.run.0: 'beta all-gather 1' already runs in segment 0",
         ),
-        (body(segments=[{"run": RUN[:2]}]), "bodies.0.segments: 'beta all-gather 2' stands in no segment"),
+        (body(segments=[{"run": RUN[:2]}]), "bodies.0.segments: 'beta all-gather 2' is in no segment"),
         (body(segments=[{"run": RUN, "predicted_us": -1}]), "predicted_us: expected `float` >= 0"),
         (body(segments=[{"runs": RUN}]), "unknown field `runs`"),
         (body(operators={"a": [GATHER, 1], "b": [GATHER, 1]}), "'b' and 'a' are the same operator"),
@@ -140,7 +140,7 @@ def test_errors_say_where_and_what_to_do(text: str, said: str) -> None:
 
 
 def test_a_plan_that_could_not_be_read_is_not_written() -> None:
-    with pytest.raises(PlanError, match="stands in no segment"):
+    with pytest.raises(PlanError, match="is in no segment"):
         plan_files.dumps(PLAN.with_body(replace(BODY, segments=BODY.segments[:1])))
 
 
@@ -148,7 +148,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot be read"):
         plan_files.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="not text"):
+    with pytest.raises(PlanError, match="not a text file"):
         plan_files.load(tmp_path / "binary")
     with pytest.raises(PlanError, match="cannot be written"):
         plan_files.save(PLAN, tmp_path / "missing" / "plan.json")

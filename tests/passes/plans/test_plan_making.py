@@ -17,7 +17,7 @@ from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.profiles.profile import Profile, Section
 from dhelix.tests.passes import strand_module
 
-# Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
+# Nothing is measured: roofline times and the hardware's rates, for which overlap pays without peer-to-peer.
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("connections1")), "connections1")
 TARGET = PlanTarget.of("H200", "no-p2p", "connections1")
 
@@ -27,7 +27,7 @@ def module() -> HloModule:
 
 
 def plan() -> tuple[Plan, HloModule]:
-    """The pairing of the two strands, and the program in its order."""
+    """The plan of the pairing of two strands, and the program in that order."""
     found = module()
     original = dict(found.schedule)
     assert StrandPairing(model=MODEL, memory_slack=1.0).run(found, PassContext())
@@ -63,7 +63,7 @@ def test_overlap_that_was_never_measured_is_said_once(
     made = [plan()[0] for _ in range(2)]
     assert made[0].predicted.guessed_overlap_fraction == 1.0
     (record,) = caplog.records
-    assert "for 100% of the time in which collectives run beside compute" in record.getMessage()
+    assert "no measured pairs for 100% of the time" in record.getMessage()
     assert "H200-no-p2p" in record.getMessage() and "'connections1'" in record.getMessage()
 
 
@@ -74,7 +74,7 @@ def test_a_segment_begins_where_a_collective_is_launched() -> None:
 
 
 def test_an_edited_plan_is_another_order_with_another_time() -> None:
-    """Each strand alone, one after the other: nothing is left that a gather could lie under."""
+    """The strands run one after the other, so no compute hides a gather."""
     made, ordered = plan()
     body = made.bodies[0]
     names = [name for strand in ("beta", "alpha") for name in body.order if name.startswith(strand)]

@@ -1,4 +1,4 @@
-"""Operators of a plan: the same in every schedule of a program, and with names that people understand."""
+"""Operators of a plan: the same in every schedule of a program, with readable names."""
 
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.hlo import HloModule
@@ -29,7 +29,7 @@ def test_names_say_strand_and_what_it_does() -> None:
         "alpha_mine": "alpha other",
         "alpha_gather": "alpha all-gather",
         "alpha_w": "alpha wgrad 1",
-        "alpha_y": "alpha wgrad 2",  # nothing here reads it: in a layer, what follows does
+        "alpha_y": "alpha wgrad 2",  # a wgrad, because nothing here reads it; in a layer, the next operator does
     }
 
 

@@ -1,4 +1,4 @@
-"""A plan carried out: the order that it says, where it fits, and a refusal with its reason where not."""
+"""Plans carried out: the planned order if it fits the program, and otherwise a refusal with the reason."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder, planned_sequence
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs, runs_rightly
 
-# Two strands, in XLA's order one after the other; `fw` is written for nobody in the program.
+# Two strands, one after the other in XLA's order; no instruction reads `fw`.
 FORWARD = [
     Op("f1", 1.0, ("p",)),
     Start("fg", 4.0, "f1"),
@@ -42,7 +42,7 @@ def operators_of(module: HloModule) -> PlanOperators:
 
 
 def plan_of(module: HloModule, *segments: Sequence[str]) -> Plan:
-    """A plan that calls operators by their instructions, which is what people may do."""
+    """A plan that names operators by their instructions, as people may do."""
     operators = operators_of(module)
     names = [name for segment in segments for name in segment]
     identities = {i.name: identity for i, identity in operators.identities.items()}
@@ -74,7 +74,7 @@ def test_another_order_of_segments_is_another_order() -> None:
 
 
 def test_hosts_with_other_plans_do_not_agree() -> None:
-    """Before their first step they compare what the passes were given (`runtime.processes`)."""
+    """Before their first step, hosts compare the fingerprints of their passes (`runtime.processes`)."""
     module = module_of()
     plans = [plan_of(module, *PAIRED), plan_of(module, *PAIRED), plan_of(module, *PAIRED[:1])]
     first, same, other = (PassManager([PlannedOrder(plan)]).fingerprint() for plan in plans)
@@ -82,7 +82,7 @@ def test_hosts_with_other_plans_do_not_agree() -> None:
 
 
 def test_the_schedule_that_it_finds_plays_no_part() -> None:
-    """XLA may schedule the same program in another order; operators are the same all the same."""
+    """XLA may schedule the same program in another order, but the operators are the same."""
     plan = plan_of(module_of(), *PAIRED)
     other = module_of([*BACKWARD, *FORWARD])
     assert run(plan, other, memory_limit=1000) == run(plan, module_of())
@@ -120,7 +120,7 @@ def test_bodies_beside_the_first_may_be_missing() -> None:
     context = PassContext()
     assert PlannedOrder(two).run(module_of(), context)
     assert [n.facts["bodies"] for n in context.notes if "not in this program" in n.message] == [["other"]]
-    with pytest.raises(PassRefusal, match="has no body 'other' of the plan"):
+    with pytest.raises(PassRefusal, match="lacks the plan's body 'other'"):
         PlannedOrder(two).run(module_of(), PassContext(strict=True))
     with pytest.raises(PassRefusal, match="for another program"):
         run(two.with_bodies(two.bodies[::-1]), module_of())
@@ -145,7 +145,7 @@ def test_an_operator_that_the_program_does_not_have() -> None:
 
 
 def test_a_fusion_that_the_program_does_not_have_is_left_out_and_named() -> None:
-    """Their sizes, and what XLA fuses, depend on the number of layers and on the compiler."""
+    """Sizes of fusions, and what XLA fuses, depend on the number of layers and on the compiler."""
     module = module_of()
     plan = plan_of(module, *PAIRED)
     body = plan.bodies[0]
@@ -154,7 +154,7 @@ def test_a_fusion_that_the_program_does_not_have_is_left_out_and_named() -> None
     context = PassContext()
     assert PlannedOrder(plan.with_body(other)).run(module, context)
     assert [n.facts["operators"] for n in context.notes if "not in this program" in n.message] == [["f1"]]
-    with pytest.raises(PassRefusal, match="has no 'f1' of the plan"):
+    with pytest.raises(PassRefusal, match="lacks the plan's 'f1'"):
         PlannedOrder(plan.with_body(other)).run(module_of(), PassContext(strict=True))
 
 
@@ -192,7 +192,8 @@ def test_any_order_of_operators_is_legal_or_refused(
     chosen = heads[: draw.randint(0, len(heads))]
     try:
         order = planned_sequence(module.entry, sequence, {h: h.name for h in chosen}, Memory(module))
-    except PassRefusal:  # another computation of the body may have this order; here what must come first does
+    # The order is not legal here, but may be in other computations of the body: move operators that must come first.
+    except PassRefusal:
         order = planned_sequence(module.entry, sequence, {h: h.name for h in chosen}, Memory(module), exactly=False)
         verify_sequence(module.entry, order)
         assert runs_rightly(program, order)

@@ -1,4 +1,4 @@
-"""Activation sharing on small HLO modules: one stack of residuals for both strands, or a reason for two."""
+"""Activation sharing on small HLO modules: one stack of residuals for both strands, or the reason for two."""
 
 import pytest
 
@@ -40,7 +40,7 @@ DW = 'dw = f32[4] multiply(dy, old_x), metadata={op_name="strand_alpha/dw"}'
 SQUARE = "square = f32[4,4] broadcast(dy), dimensions={0}\n"
 DOT = "f32[4] dot({}, square), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}"
 
-# What reads the residual -> whether it stands at the barrier itself, and so is copied first.
+# Readers of the residual -> whether the barrier takes the residual itself, which is then copied first.
 READERS = {
     "a product of what is made of it": ("h = f32[4] multiply(dy, old_x)\n" + "dw = " + DOT.format("h"), False),
     "two, and one waits for the other's product": (
@@ -84,7 +84,7 @@ def _add_first_slot_of(stack: str, name: str, total: str) -> str:
 
 ALL_SUMS = "all_sums = f32[4] get-tuple-element(backward), index=2"
 
-# What the module does instead -> why its stacks stay two, and at which instruction.
+# Change of the module -> why its stacks stay two, and the instruction that the reason names.
 NOT_SHARED = {
     "the stack is read as a whole": (
         {"dw = f32[4] multiply(dy, old_x), metadata={op_name=\"strand_alpha/dw\"}":
@@ -93,71 +93,71 @@ NOT_SHARED = {
          READ: READ + "\n  nothing = f32[] constant(0)",
          "HloModule step\n": "HloModule step\nsum {\n a = f32[] parameter(0)\n b = f32[] parameter(1)\n"
                              " ROOT c = f32[] add(a, b)\n}\n"},
-        "the backward pass reads more or less than one slot at a time", "all",
+        "the backward pass does not read one slot at a time", "all",
     ),
     "a part of a slot is read": (
         {READ: "half = f32[1,2] dynamic-slice(old_stack, r, zero), dynamic_slice_sizes={1,2}\n"
                "  old_slot = f32[1,4] concatenate(half, half), dimensions={1}"},
-        "the backward pass reads more or less than one slot at a time", "half",
+        "the backward pass does not read one slot at a time", "half",
     ),
     "slots are read in the order of forward": (
         {READ: READ.replace("r, zero", "l, zero")},
-        "backward does not walk the slots in the opposite order of forward", "saved",
+        "the backward pass does not read the slots in reverse order", "saved",
     ),
     "two slots are read": (
         {READ: "upper = f32[1,4] dynamic-slice(old_stack, l, zero), dynamic_slice_sizes={1,4}\n"
                "  lower = f32[1,4] dynamic-slice(old_stack, r, zero), dynamic_slice_sizes={1,4}\n"
                "  old_slot = f32[1,4] subtract(upper, lower)"},
-        "slots are not given by the layer counter", "saved",
+        "the slots do not follow from the layer counter", "saved",
     ),
     "the slot depends on data": (
         {READ: "number_1 = f32[1] slice(dy), slice={[0:1]}\n  number_0 = f32[] reshape(number_1)\n"
                "  number = s32[] convert(number_0)\n  " + READ.replace("r, zero", "number, zero")},
-        "slots are not given by the layer counter", "saved",
+        "the slots do not follow from the layer counter", "saved",
     ),
     "a slot is never written": (
         {WRITE: WRITE.replace("l, zero", "zero, zero")},
-        "backward does not walk the slots in the opposite order of forward", "saved",
+        "the backward pass does not read the slots in reverse order", "saved",
     ),
     "half a slot is written": (
         {WRITE: "half = f32[1,2] slice(x_slot), slice={[0:1], [0:2]}\n  " + WRITE.replace("x_slot", "half")},
-        "the forward pass writes more or less than one slot", "saved",
+        "the forward pass does not write one slot at a time", "saved",
     ),
     "the stack is not written slot by slot": (
         {WRITE: "slots = f32[2,4] broadcast(x), dimensions={1}\n  saved = f32[2,4] add(new_stack, slots)"},
-        "the forward pass does not write it slot by slot", "saved",
+        "the forward pass does not write the stack slot by slot", "saved",
     ),
     "forward reads what it has written": (
         {WRITE: WRITE + "\n  written = f32[1,4] dynamic-slice(saved, l, zero), dynamic_slice_sizes={1,4}\n"
                 "  one_more = f32[4] reshape(written)",
          BODY_ROOT: "tuple(next, one_more, saved, w, dx, more_sums, old_stack)"},
-        "the forward pass reads what it has written", "saved",
+        "the forward pass reads the stack", "saved",
     ),
     "backward changes the old stack": (
         {BODY_ROOT: BODY_ROOT.replace("old_stack", "new_stack")},
-        "the backward pass changes it", "new_stack",
+        "the backward pass changes the stack", "new_stack",
     ),
     "it is read outside the layer loop": (
         {SUMS_AFTER_LAYERS: _add_first_slot_of("old_stack", "more_sums", SUMS_AFTER_LAYERS)},
-        "it is read outside the layer loop", "first_slot",
+        "the stack is read outside the layer loop", "first_slot",
     ),
     "it is read after the layer loop": (
         {SUMS_AFTER_LAYERS: "untouched = f32[2,4] get-tuple-element(strand_layers.1), index=6\n  "
                             + _add_first_slot_of("untouched", "more_sums", SUMS_AFTER_LAYERS)},
-        "it is read outside the layer loop", "first_slot",
+        "the stack is read outside the layer loop", "first_slot",
     ),
     "the last backward pass reads other slots": (
         {LAST_READ: LAST_READ.replace("r, zero", "l, zero")},
-        "the last backward pass reads other slots than the ones before", "backward",
+        "the last backward pass reads the slots in another order than the earlier ones", "backward",
     ),
     "the last backward pass reads it outside its loop": (
         {ALL_SUMS: _add_first_slot_of("last_stack", "all_sums", ALL_SUMS)},
-        "the last backward pass reads it outside its layer loop", "strands",
+        "the last backward pass reads the stack outside its layer loop", "strands",
     ),
     "it is read after the last backward pass": (
         {ALL_SUMS: "untouched = f32[2,4] get-tuple-element(backward), index=3\n  "
                    + _add_first_slot_of("untouched", "all_sums", ALL_SUMS)},
-        "it is read after the last backward pass", "untouched",
+        "the stack is read after the last backward pass", "untouched",
     ),
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_not_shared(case: str) -> None:
 
 
 def test_a_stack_that_enters_the_layer_loop_twice_is_not_shared() -> None:
-    """Its second copy is read at other slots than the first is stored in."""
+    """The second copy is read at other slots than the first copy is stored in."""
     state = "(s32[], f32[4], f32[2,4], f32[2,4], f32[4], f32[4], f32[2,4])"
     text = golden.read(
         ONE_BUFFER,

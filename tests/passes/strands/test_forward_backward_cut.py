@@ -1,4 +1,4 @@
-"""Where the body of a micro-batch loop is cut, what crosses the cut, and when it may not be cut."""
+"""Where the body of a micro-batch loop is cut, what crosses the cut, and when a cut is refused."""
 
 from collections.abc import Iterable, Mapping
 
@@ -26,7 +26,7 @@ def _parts(name: str, edits: Mapping[str, str] | None = None) -> Partition:
 
 
 def _names(instructions: Iterable[Instruction]) -> set[str]:
-    """Names without the numbers that XLA's parser adds to those that occur twice."""
+    """Names without the numbers that XLA's parser adds to duplicates."""
     return {i.name.split(".")[0] for i in instructions}
 
 
@@ -71,7 +71,7 @@ def test_a_loop_that_is_itself_backward_has_no_parts() -> None:
 
 
 def test_what_follows_from_gradients_in_later_iterations_is_backward() -> None:
-    """A running norm of the sums: it reads what backward wrote, two elements away."""
+    """A running maximum of the sums reads what backward wrote in the micro-batch before."""
     state = "(s32[], f32[], f32[2,4], f32[3,4], f32[2,4])"
     text = golden.read(
         SCAN,
@@ -94,7 +94,7 @@ COUNT = "microbatches = s32[] constant(3)"
 
 
 def _scaled_by(value: str) -> dict[str, str]:
-    """The input of forward is multiplied by `value`, of shape f32[4]."""
+    """Edits that multiply the input of forward by `scale`; `value` makes `scale`, of shape f32[4]."""
     return {LOAD_X: f"raw = f32[4] reshape(x_slot)\n  {value}\n  x = f32[4] multiply(raw, scale)\n  nothing"}
 
 
@@ -115,7 +115,7 @@ REFUSED = {
             "  first = f32[1,1] slice(sums), slice={[0:1], [0:1]}\n  number = f32[] reshape(first)\n"
             "  microbatches = s32[] convert(number)"
         },
-        "another micro-batch depends on",
+        "condition reads element",
     ),
     "forward reads what backward writes": (
         _scaled_by(

@@ -1,21 +1,21 @@
 """Generated train steps before and after the LOWERED passes: the same bits in every output.
 
-What is asserted, for every generated program that the passes transform:
-- Every output leaf (new parameters, gradients, all that the loop carries and returns) is equal to the last bit, NaNs
-  included, in float32, bfloat16, float16 and integers; a zero may have the other sign, because the way from HLO back
-  to StableHLO drops additions of zero. Both programs are run by StableHLO's reference interpreter, which rounds after
-  each operation: what remains is what the passes did. It takes milliseconds, no compiler.
-- No pass fails. One may refuse; the program is then the plain one. How many are transformed is asserted too.
-The same holds of every pairing of strands that a schedule asks for, and of strands that are some layers apart, on fewer
-programs (`intra_batch` makes no strands).
+Every generated program that the passes transform must fulfil:
+- Every output leaf (new parameters, gradients, all that the loop carries and returns) is equal to the last bit,
+  including NaNs, in float32, bfloat16, float16 and integers. A zero may have the other sign, because the conversion
+  from HLO back to StableHLO drops additions of zero. StableHLO's reference interpreter runs both programs and rounds
+  after each operation, so only the passes can cause differences. It needs no compiler and is fast.
+- No pass fails. A pass may refuse; the program is then the plain one. A minimum share must be transformed.
+Other pairings of strands, and strands that are some layers apart, are checked the same way on fewer programs
+(`intra_batch` makes no strands).
 
-XLA's CPU compiler cannot be the judge of bits. One loop body gives other last bits in another program where
+XLA's CPU compiler cannot be used to compare bits. One loop body gives other last bits in another program, because
 - LLVM contracts a multiplication and an addition (it always may; `--xla_cpu_max_isa=AVX` takes FMA away),
-- a hyperbolic tangent lies in the vectorised or in the scalar part of a fusion (seen without FMA),
-- the algebraic simplifier makes `a * broadcast(1 / b)` of `a / broadcast(b)`, which depends on a reshape in between:
-  a round trip through StableHLO drops that reshape, and softmax differs before any pass has run.
-Without fusions (`xla_disable_hlo_passes=fusion,algsimp`) almost all programs are equal, at four times the time. So a
-few kinds are compiled, and have to agree to 1e-6 of each leaf's largest magnitude over five optimizer steps.
+- a hyperbolic tangent is in the vectorised or in the scalar part of a fusion (seen without FMA),
+- the algebraic simplifier rewrites `a / broadcast(b)` as `a * broadcast(1 / b)`, which depends on a reshape in
+  between: a round trip through StableHLO drops that reshape, and softmax differs before any pass has run.
+Without fusions (`xla_disable_hlo_passes=fusion,algsimp`) almost all programs are equal, but run much longer. So a few
+kinds are compiled, and have to agree to 1e-6 of each leaf's largest magnitude over five optimizer steps.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from dhelix.tests.passes import programs
 from dhelix.tests.passes.interpreter import interpret
 from dhelix.tests.passes.programs import Program
 
-EXAMPLES = 30  # per family, at least, all different
-EXAMPLES_OTHER = 12  # of all families, each with every pairing other than backward beside forward
-EXAMPLES_WRITTEN_OUT = 14  # whose micro-batches are written out: what they carry but for sums is left alone
-EXAMPLES_SKEWED = 24  # of strands that are a layer apart, or two
+EXAMPLES = 30  # different programs per family, at least
+EXAMPLES_OTHER = 12  # of all families, each with every pairing other than forward-backward
+EXAMPLES_WRITTEN_OUT = 14  # with unrolled micro-batches, whose carried values are left alone unless they are sums
+EXAMPLES_SKEWED = 24  # with strands that are one or two layers apart
 
-# Of what hypothesis draws: how the loop over micro-batches is written, and how the layers are.
+# Families that hypothesis draws from: kinds of loops over micro-batches, and kinds of layer stacks.
 FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scan": (
         ("scan", "reverse", "indexed", "twice"),
@@ -63,7 +63,7 @@ OTHER_PAIRINGS = tuple(pairing for pairing in PAIRINGS if pairing != "forward-ba
 
 
 def drawn(loops: tuple[str, ...], stacks: tuple[str, ...]) -> st.SearchStrategy[Program]:
-    """Programs of a family. Each further feature is absent from about half of them."""
+    """Programs of a family. Each other feature is absent from about half of them."""
 
     def maybe(values: Any) -> st.SearchStrategy[Any]:
         return st.just(tuple(values)[0]) | st.sampled_from(tuple(values))
@@ -97,7 +97,7 @@ def drawn(loops: tuple[str, ...], stacks: tuple[str, ...]) -> st.SearchStrategy[
 
 
 class Plain:
-    """A program, lowered and executed once, however many ways it is transformed in."""
+    """A program that is lowered and executed once for all of its transformations."""
 
     def __init__(self, program: Program) -> None:
         step, self.arguments = programs.build(program)
@@ -112,7 +112,7 @@ class Plain:
 class Transformation:
     plain: Plain
     lowered: jax.stages.Lowered | None
-    """None: the passes left it alone."""
+    """None if the passes left the program alone."""
     report: StageReport
 
     @property
@@ -133,7 +133,7 @@ def transform(plain: Plain, pairing: str = "forward-backward") -> Transformation
 
 
 def check(plain: Plain, pairing: str = "forward-backward") -> Transformation:
-    """Fails unless the transformed program computes what the plain one does."""
+    """Asserts that the transformed program computes the same as the plain one."""
     result = transform(plain, pairing)
     failed = [f"{entry.name}: {entry.notes[-1]}" for entry in result.report.passes if entry.outcome == report.FAILED]
     assert not failed, pairing
@@ -152,9 +152,9 @@ def check_many(
     name: str = "strand-duplication",
     share: float = 0.7,
 ) -> None:
-    """Checks `count` different programs under each of `pairings`; pass `name` has to transform `share` of them."""
+    """Checks `count` different programs under each of `pairings`. Pass `name` must transform `share` of them."""
     changed: dict[Program, list[set[str]]] = {}
-    failed: list[Program] = []  # from the first one on hypothesis shrinks, and all that it tries is checked
+    failed: list[Program] = []  # after the first failure hypothesis shrinks, and checks everything that it tries
 
     @hypothesis.settings(max_examples=count * 4 // 3 + 10, suppress_health_check=(hypothesis.HealthCheck.too_slow,))
     @hypothesis.given(some)
@@ -200,15 +200,17 @@ def test_same_bits_of_skewed_strands(skew: int) -> None:
     check_many(some.map(programs.legal), [SKEWED[skew - 1]], EXAMPLES_SKEWED // 2, "strand-skew", 0.5)
 
 
-# Each was a mismatch or a failed pass once, shrunk; or takes the care of one line of a pass that others do not need.
+# Shrunk programs that once failed, or that alone need a certain line of a pass.
 FOUND = (
-    Program(microbatches=4, carries=("lagged",)),  # backward hands an element on: it came out one micro-batch late
-    Program(steps="scanned"),  # two instructions of one name, after inlining in the loop over steps
-    Program(auxiliary="carried", metrics=("activations",)),  # a residual that is an output too came out in reverse
+    # a value carried from backward to backward came out one micro-batch late
+    Program(microbatches=4, carries=("lagged",)),
+    Program(steps="scanned"),  # two instructions had one name after inlining in the loop over steps
+    Program(auxiliary="carried", metrics=("activations",)),  # a residual that is also an output came out reversed
     Program(
         microbatches=4, stack="unrolled", remat="named", carries=("history",)
-    ),  # state that forward hands on, and backward reads
-    Program(microbatches=3, stack="same_way", depth=3),  # backward reads residuals in the order they were stored in
+    ),  # forward hands on state that backward reads
+    # backward reads residuals in the order in which they were stored
+    Program(microbatches=3, stack="same_way", depth=3),
     Program(microbatches=3, stack="buffered", depth=3),  # forward reads the stack of residuals
     Program(microbatches=4, stack="skipping", layer="plain", depth=3),  # two backward loops read one stack
 )
@@ -230,7 +232,7 @@ def test_refused(refused: str, stack: str) -> None:
     assert ("dynamic" if refused == "dynamic" else "the forward pass reads") in first.notes[-1].message
 
 
-# One of each kind for the compiler; gradients stay moderate, or the last bit would grow.
+# One of each kind for the compiler. Gradients stay moderate, so that differences of the last bit do not grow.
 COMPILED = (
     Program(microbatches=3, depth=3),
     Program(microbatches=4, loop="fori", stack="counted", tokens=True),

@@ -1,4 +1,4 @@
-"""All passes that run before XLA, over the train step of Llama-8B: what they make of it and how long they take."""
+"""All passes that run before XLA, on the train step of Llama-8B: their effects and their time."""
 
 import functools
 import time
@@ -21,13 +21,13 @@ LAYERS, MICROBATCHES, SECONDS = 8, 16, 2.0
 
 @functools.cache
 def _report(scan_layers: bool) -> tuple[HloModule, StageReport, float]:
-    """The module after the passes, their report, and what they took of the processor, in seconds."""
+    """The module after the passes, their report, and their CPU seconds."""
     config = preset("llama-8b", layers=LAYERS, attention="xla", scan_layers=scan_layers)
     mesh = make_mesh(dp=1, tp=4, devices=jax.devices("cpu")[:4])
     training = make_train_step(config, mesh, optax.adamw(1e-3), MICROBATCHES)
     arguments = training.abstract_state(), training.abstract_batch(MICROBATCHES)
     module = hlo_bytes(jax.jit(training.train_step).lower(*arguments))
-    start = time.process_time()  # other processes may have the core meanwhile
+    start = time.process_time()  # not wall time, because other processes may use the core
     after, report = PassManager(default_passes()).run(Stage.LOWERED, module)
     seconds = time.process_time() - start
     assert after is not None

@@ -1,7 +1,7 @@
-"""Several loops over layers in one direction: which of them become one loop, why others stay apart, and equal results.
+"""Several layer loops per direction: which of them merge, why others stay apart, and equal results.
 
 Each step is real JAX with one update of its parameters. It goes through the passes that `strand_interleave` runs before
-XLA, and is compared with the plain step after five updates, bit by bit.
+XLA. After five updates, its results must equal the plain step's bit by bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def weights(**sizes: int) -> Weights:
 
 
 def step_of(loss: Loss, frozen: tuple[str, ...] = ()) -> Step:
-    """One update of what is not frozen by gradients summed over micro-batches, and the sum of losses."""
+    """A step that sums losses and gradients over micro-batches, and updates all parameters except `frozen`."""
 
     def step(w: Weights, batch: jax.Array) -> tuple[Weights, jax.Array]:
         trained = {name: value for name, value in w.items() if name not in frozen}
@@ -61,7 +61,7 @@ def step_of(loss: Loss, frozen: tuple[str, ...] = ()) -> Step:
 
 
 def check(step: Step, w: Weights) -> PassReport:
-    """What strand-duplication says, once five steps of both programs gave the same."""
+    """The report of strand duplication. Checks that five steps of both programs give the same results."""
     batch = jnp.asarray(np.random.default_rng(1).standard_normal((MICROBATCHES, ROWS, WIDTH)), jnp.float32)
     lowered = jax.jit(step).lower(w, batch)
     after, report = PassManager(default_passes(), strict=True).run(Stage.LOWERED, hlo_bytes(lowered))
@@ -77,7 +77,7 @@ def check(step: Step, w: Weights) -> PassReport:
 
 
 def merged(report: PassReport) -> list[tuple[int, int]]:
-    """Of each merged loop of the strand loop, how many loops it is and how often it runs."""
+    """For each merged loop of the strand loop: how many loops it merges, and its trip count."""
     (facts,) = [note.facts for note in report.notes if note.message == "two strands"]
     return [(text.count(" + ") + 1, int(text.rpartition(" x ")[2])) for text in facts["merged_loops"]]
 
@@ -133,7 +133,7 @@ def test_encoder_and_decoder_pair_crosswise() -> None:
 def test_encoder_and_decoder_of_other_depth_would_wait_for_each_other() -> None:
     report = check(step_of(encoder_and_decoder), weights(encoder=2, decoder=3))
     assert merged(report) == [(2, 3)]
-    reason = r"while\.\d+, the other strand's loop of as many iterations, must run {} it, since (.*) are one loop"
+    reason = r"while\.\d+, the other strand's loop with the same trip count, must run {} it, because (.*) are one loop"
     for when, text in zip(("after", "before"), apart(report), strict=True):
         found = re.fullmatch(reason.format(when), text)
         assert found and found[1].count(" + ") == 1, text
@@ -142,14 +142,14 @@ def test_encoder_and_decoder_of_other_depth_would_wait_for_each_other() -> None:
 def test_a_deeper_reference_is_split() -> None:
     report = check(step_of(policy_and_reference, ("reference",)), weights(policy=2, reference=5))
     assert merged(report) == [(3, 2)]
-    assert [text.partition(" run ")[0] for text in split(report)] == ["layer loop split: 2 of 5 iterations"]
-    assert apart(report) == ["it has 3 iterations, the other strand's loops have 2"]
+    assert [text.partition(" merged ")[0] for text in split(report)] == ["layer loop split: 2 of 5 iterations"]
+    assert apart(report) == ["it has 3 iterations; the other strand's loops have 2"]
 
 
 def test_a_deeper_policy_is_not_split_since_it_stacks_residuals() -> None:
     report = check(step_of(policy_and_reference, ("reference",)), weights(policy=4, reference=3))
     assert merged(report) == [(2, 4)] and split(report) == []
-    assert apart(report) == ["it has 3 iterations, the other strand's loops have 4"]
+    assert apart(report) == ["it has 3 iterations; the other strand's loops have 4"]
 
 
 def test_a_loop_that_runs_until_it_is_done_is_named_as_that() -> None:
@@ -164,11 +164,11 @@ def test_a_loop_that_runs_until_it_is_done_is_named_as_that() -> None:
         return jnp.sum(layers(x, w["deep"]) * jax.lax.while_loop(more, layer, start)[1])
 
     report = check(step_of(loss, ("frozen",)), weights(deep=2, frozen=1))
-    assert merged(report) == [(2, 2)] and apart(report) == ["its number of iterations is not proved"]
+    assert merged(report) == [(2, 2)] and apart(report) == ["its trip count is not proved"]
 
 
 def test_one_loop_that_reads_the_other_one_stays_apart() -> None:
-    """A reference that scores what the policy made: one of the two merges."""
+    """The reference scores the policy's output, so only one of the two loops can merge."""
 
     def loss(w: Weights, x: jax.Array) -> jax.Array:
         ours = layers(x, w["policy"])
@@ -176,12 +176,12 @@ def test_one_loop_that_reads_the_other_one_stays_apart() -> None:
 
     report = check(step_of(loss, ("reference",)), weights(policy=4, reference=4))
     assert merged(report) == [(2, 4)] and len(apart(report)) == 1
-    assert re.search(r"of as many iterations, must run (before|after) it, since .* are one loop$", apart(report)[0])
+    assert re.search(r"the same trip count, must run (before|after) it, because .* are one loop$", apart(report)[0])
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_makes_gradients_merges_and_what_computes_again_does_not(whole: bool) -> None:
-    """`jax.checkpoint` around the loss, or around the loop: backward are a loop like forward's, and the real one."""
+    """With `jax.checkpoint`, backward has two loops: one recomputes forward, the other one makes gradients."""
 
     def inner(w: Weights, x: jax.Array) -> jax.Array:
         return jnp.sum(jax.checkpoint(layers)(x, w["deep"]) ** 2)
@@ -206,7 +206,7 @@ def test_both_backward_loops_of_a_checkpoint_pair_where_there_are_two_forward_lo
 
 @pytest.mark.parametrize("again", [False, True])
 def test_groups_of_layers_merge_with_the_layers_in_them(again: bool) -> None:
-    """Checkpoints of groups, and with `again` of layers too."""
+    """Groups are checkpointed, and with `again` the layers, too."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x @ w), None
@@ -248,7 +248,7 @@ def loops(module: HloModule) -> list[Instruction]:
 
 @pytest.mark.parametrize("skew", [0, 1, 2])
 def test_all_loops_keep_their_attribute(skew: int) -> None:
-    """The strand loop, merged ones and those that are split."""
+    """The strand loop, merged loops and split loops keep it."""
 
     def step(w: Weights, batch: jax.Array) -> tuple[Weights, jax.Array]:
         with set_xla_metadata(**{UNROLL: "double-buffer"}):

@@ -1,4 +1,4 @@
-"""A shard_map in each layer, of which both strands have one: rings of both are one loop, and five steps are plain."""
+"""A shard_map in each layer of both strands: their rings become one loop, and five steps equal the plain ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 
 def attention(scanned: bool, hops: int = HOPS) -> Function:
-    """Sums over the sequence, whose parts go round a ring."""
+    """Sums over the sequence, whose parts travel around a ring of devices."""
 
     def one(carry: Any, _: Any) -> Any:
         total, part, x = carry
@@ -105,7 +105,7 @@ def test_rings_of_both_strands(loss: Function, loops: list[str], monkeypatch: py
 
 
 def manual_calls(loss: Function) -> list[Instruction]:
-    """Calls of shard_maps in the merged layer loop."""
+    """Calls of shard_maps in the merged layer loop of a loss."""
 
     def gradients(w: jax.Array, x: jax.Array) -> Any:
         rows = x.reshape(MICROBATCHES, -1, *x.shape[1:])
@@ -118,13 +118,13 @@ def manual_calls(loss: Function) -> list[Instruction]:
 
 
 def test_shard_maps_without_loops_stay_apart() -> None:
-    """They lie side by side anyhow, and neither waits for what the other one needs."""
+    """They can overlap without merging, because neither waits inside for what the other one needs."""
     assert len(manual_calls(loss(attention(scanned=False), remat=False))) == 2
     assert len(manual_calls(loss(attention(scanned=True), remat=False))) == 1
 
 
 def test_of_two_shard_maps_of_one_strand_the_larger_one_merges() -> None:
-    """A layer that is computed again has two going backward."""
+    """A recomputed layer has two shard_maps in its backward pass."""
     calls = manual_calls(loss(attention(scanned=True)))
     assert len(calls) == 2
     both = [

@@ -1,6 +1,6 @@
-"""Loops over layers as people write them by hand, in custom derivatives: strands keep them exact, or leave them alone.
+"""Hand-written layer loops in custom derivatives: strands keep them exact, or leave them alone.
 
-JAX's own scans write and read each slot of a stack once, hand it on once, and count in one type. These do not.
+JAX's own scans read and write each slot of a stack once, hand each value on once, and count in one type. These do not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def weights() -> np.ndarray:
 
 
 def step_of(odd: str) -> Callable[[Any, Any], Any]:
-    """Sums over micro-batches, made by loops that are odd in one way."""
+    """A step that sums over micro-batches, with layer loops that are odd in one way."""
     ahead_in = np.uint32 if odd.startswith("indices") else np.int32
     back_in = np.uint32 if odd == "indices are unsigned" else np.int32
 
@@ -59,7 +59,8 @@ def step_of(odd: str) -> Callable[[Any, Any], Any]:
 
     def back(saved: Any, g: Any) -> Any:
         residuals, w, sums, others = saved
-        place = LAYERS if odd == "slots lie beyond the stack" else 0  # the last slot is taken, then, each time
+        # beyond the stack, each index is clamped to the last slot
+        place = LAYERS if odd == "slots lie beyond the stack" else 0
 
         def layer(state: Any) -> Any:
             i, g, sums, others, made, twice, residuals = state
@@ -124,7 +125,7 @@ def test_same_bits(odd: str, skew: int) -> None:
 
 @pytest.mark.parametrize("skew", [0, 1])
 def test_two_sums_that_continue_one(skew: int) -> None:
-    """The second looks ahead: it adds other gradients to the first one's sum, and is overwritten each time."""
+    """The second sum adds other gradients to the first sum, and is overwritten in each micro-batch."""
 
     def loss(w: Any, v: Any, x: Any) -> Any:
         return jnp.mean(jax.lax.scan(lambda x, both: (jnp.tanh(x @ both[0]) @ both[1] + x, None), x, (w, v))[0] ** 2)

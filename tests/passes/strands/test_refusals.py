@@ -1,7 +1,7 @@
-"""Real JAX train steps that cannot be interleaved, each told why; and odd ones that can, with equal results.
+"""Real JAX train steps that cannot be interleaved, each with the reason; and unusual ones that can, with equal results.
 
-One device, two layers, three micro-batches. Every step is lowered by JAX and goes through the passes that
-`strand_interleave` runs before XLA.
+One device, two layers, three micro-batches. JAX lowers every step, and the passes that `strand_interleave` runs before
+XLA transform it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _step(*arguments: Any) -> Callable[[Step], Step]:
 
 @_step(W, BATCH)
 def dynamic_loss_scale(w: jax.Array, batch: jax.Array) -> Any:
-    """Halved after a micro-batch whose gradients overflow."""
+    """The loss scale is halved after a micro-batch whose gradients overflow."""
 
     def body(carry: Any, x: jax.Array) -> tuple[Any, None]:
         total, scale = carry
@@ -82,7 +82,7 @@ def _quantize(x: jax.Array, history: jax.Array) -> jax.Array:
 
 
 def _quantize_backward(residuals: Any, cotangent: jax.Array) -> Any:
-    """The "gradient" of the history is the new history, as Flax's fp8 operations have it."""
+    """The "gradient" of the history is the new history, as in Flax's fp8 operations."""
     amax, history = residuals
     newest = jnp.maximum(amax, jnp.max(jnp.abs(cotangent)))
     return cotangent / jnp.max(history), jnp.roll(history, 1).at[0].set(newest)
@@ -187,12 +187,12 @@ REASONS = {
     "fp8_amax_history": r"reads f32\[16\], which .*an fp8 amax history .*; update it once",
     "parameters_updated_inside_the_loop": r"reads f32\[2,4,4\], .*parameters updated inside .*; update it once",
     "optax_multi_steps": "no loop over micro-batches that .* inside the step .* as optax.MultiSteps does",
-    "accumulation_across_calls": "no loop over micro-batches that .* give microbatches=; accumulation across calls",
-    "unequal_micro_batches": "takes gradients 3 times over, .* unroll= has written out .*, since micro-batch 3 has ",
+    "accumulation_across_calls": "no loop over micro-batches that .* with microbatches=; accumulation across calls",
+    "unequal_micro_batches": "takes 3 independent gradients: .* unroll= has unrolled, .*, because micro-batch 3 has ",
     "ordered_print": r"ordered callbacks; make them unordered \(ordered=False\)",
     "ordered_io_callback": r"ordered callbacks; make them unordered \(ordered=False\)",
     "dynamic_number_of_micro_batches": "number of micro-batches is dynamic .*; loop over a static number",
-    "evaluation": "the step holds no backward pass",
+    "evaluation": "the step has no backward pass",
     "one_micro_batch": "1 micro-batch leaves nothing to interleave; split the batch .*, and do not unroll",
     "offloaded_residuals": "offloaded to the host; choose a jax.checkpoint policy that keeps them",
 }
@@ -220,7 +220,7 @@ def test_refused(name: str) -> None:
 
 
 def test_a_refusal_names_an_instruction_of_the_users_program() -> None:
-    """Not an element of the loop state."""
+    """The name is not that of an element of the loop state."""
     _, report = PassManager(default_passes()).run(Stage.LOWERED, _lowered("dynamic_loss_scale"))
     assert "get-tuple-element" not in str(report.passes[0].notes[0].instruction)
 
@@ -252,7 +252,7 @@ def _apart(report: PassReport) -> int:
 
 
 def test_frozen_layers_are_skewed_but_not_merged() -> None:
-    """Five layers forward in a loop of their own, three of another one are trained."""
+    """Five frozen layers run forward in their own loop; another loop has three trained layers."""
 
     def step(frozen: jax.Array, trained: jax.Array, batch: jax.Array) -> Any:
         return _accumulate(lambda w, x: jnp.sum(_layers(_layers(x, frozen), w)), trained, batch)
@@ -264,7 +264,9 @@ def test_frozen_layers_are_skewed_but_not_merged() -> None:
 
 def test_layers_that_run_twice_forward_and_once_backward() -> None:
     """A straight-through estimator: four layers forward, of which two are differentiated. Two iterations of the forward
-    loop, which keeps nothing, run beside the backward loop; the other two, and residuals computed again, do not."""
+    loop, which keeps no residuals, run next to the backward loop. Its other two iterations run alone, and so does the
+    loop that recomputes residuals.
+    """
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         @jax.custom_vjp
@@ -283,8 +285,9 @@ def test_layers_that_run_twice_forward_and_once_backward() -> None:
 
 
 def test_encoder_and_decoder_of_different_depth() -> None:
-    """One pair can merge: the decoder's forward needs the whole encoder, whose backward needs the decoder's. Both loops
-    of the encoder are named."""
+    """Only one pair can merge: the decoder's forward needs the whole encoder, and the encoder's backward needs the
+    decoder's. The report names both loops of the encoder.
+    """
 
     def loss(w: Any, x: jax.Array) -> jax.Array:
         encoded = _layers(x, w["encoder"])
@@ -320,7 +323,7 @@ def test_layers_in_groups_merge_at_both_levels() -> None:
 
 
 def test_a_function_with_the_loop_that_is_called_twice() -> None:
-    """One computation of the module, two callers."""
+    """The module has one computation with two callers."""
     gradients = jax.jit(lambda w, batch: _accumulate(_loss, w, batch)[1])
 
     def step(w: jax.Array, batch: jax.Array) -> jax.Array:
@@ -333,7 +336,7 @@ def test_a_function_with_the_loop_that_is_called_twice() -> None:
 
 
 def test_a_loop_over_steps_around_a_shard_map() -> None:
-    """The body of a shard_map stays a call, inside the loop over steps too."""
+    """The body of a shard_map stays a call, also inside a loop over steps."""
     mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def gradients(w: jax.Array, batch: jax.Array) -> jax.Array:
@@ -413,7 +416,7 @@ def test_a_module_that_was_interleaved_is_not_interleaved_again() -> None:
 
 
 def test_of_two_loops_the_one_that_can_be_is_interleaved(capfd: pytest.CaptureFixture[str]) -> None:
-    """And the report says why not the other."""
+    """The report gives the reason for the other loop."""
 
     def chatty(w: jax.Array, x: jax.Array) -> jax.Array:
         jax.debug.print("loss", ordered=True)

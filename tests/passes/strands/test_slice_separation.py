@@ -1,4 +1,4 @@
-"""Slices of weights by each strand, on small HLO modules; compiled steps in test_structure.py."""
+"""Separate slices of weights for each strand, on small HLO modules. Compiled steps are in test_structure.py."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_left_alone(case: str) -> None:
 
 
 def test_weights_that_are_constants() -> None:
-    """XLA moves constants into loops and evaluates what it can; it cannot evaluate a barrier."""
+    """XLA moves constants into loops and evaluates what it can, but it cannot evaluate a barrier."""
     edits = {"w = f32[2,4] parameter(2)": "w = f32[2,4] constant({{1,2,3,4},{5,6,7,8}})",
              "v = f32[2,4] parameter(3)": "v = f32[2,4] parameter(2)"}  # fmt: skip
     before, after, report = golden.run(golden.read(BOTH, edits), SliceSeparation())
@@ -40,7 +40,7 @@ def test_weights_that_are_constants() -> None:
 
 
 def test_an_array_that_the_loop_carries_twice_is_one_array() -> None:
-    """XLA carries it once, and fuses what both strands make of it."""
+    """XLA would carry the array once, and fuse the slices of both strands."""
     edits = {"tuple(zero, x, r, w, v)": "tuple(zero, x, r, w, w)",
              "dynamic-slice(again, back, zero)": "dynamic-slice(v, back, zero)",
              'metadata={op_name="strand_alpha/v"}': 'metadata={op_name="strand_alpha/w"}',
@@ -51,7 +51,7 @@ def test_an_array_that_the_loop_carries_twice_is_one_array() -> None:
 
 
 def test_tables_that_both_read_whole_are_read_by_each_by_itself() -> None:
-    """Such as angles of rotary embeddings, or XLA makes one kernel of both strands' layers."""
+    """Examples are the angles of rotary embeddings. Otherwise XLA would make one kernel of both strands' layers."""
     edits = {"v_b = f32[1,4] dynamic-slice(v, back, zero), dynamic_slice_sizes={1,4}": "v_b = f32[2,4] negate(v)",
              "other_slot = f32[1,4] multiply(w_b, v_b)": "v_s = f32[1,4] slice(v_b), slice={[0:1], [0:4]}\n"
              '  v_f = f32[2,4] exponential(v), metadata={op_name="strand_beta/v"}\n'

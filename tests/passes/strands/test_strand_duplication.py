@@ -1,4 +1,4 @@
-"""Strand duplication on small HLO modules: what it makes of them, and what it leaves."""
+"""Strand duplication on small HLO modules: the modules that it makes, and the ones that it leaves alone."""
 
 import pytest
 
@@ -34,8 +34,8 @@ def test_the_report_counts_what_was_made() -> None:
 def test_loops_that_cannot_merge_are_named() -> None:
     _, _, report = golden.run(golden.read(UNEQUAL), StrandDuplication())
     backward, forward, strands = report.notes  # in the order in which they run
-    assert "not merged: it has 2 iterations, the other strand's loops have 1" in forward.message
-    assert "not merged: it has 1 iteration, the other strand's loops have 2" in backward.message
+    assert "not merged: it has 2 iterations; the other strand's loops have 1" in forward.message
+    assert "not merged: it has 1 iteration; the other strand's loops have 2" in backward.message
     assert str(forward.instruction).startswith("forward") and str(backward.instruction).startswith("backward")
     assert strands.facts["merged_loops"] == []
 
@@ -49,7 +49,7 @@ def test_without_merging() -> None:
 @pytest.mark.parametrize("microbatches", [2, 3, 4, 5])
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_every_pairing_computes_the_same(pairing: str, microbatches: int) -> None:
-    """Also where one micro-batch is left over: of an odd number, or of M - 1 pairs."""
+    """Depending on their number, one micro-batch is left over without a partner."""
     text = golden.read(SCAN).replace("f32[3,4]", f"f32[{microbatches},4]")
     text = text.replace("microbatches = s32[] constant(3)", f"microbatches = s32[] constant({microbatches})")
     before, after, _ = golden.run(text, StrandDuplication(pairing=pairing))
@@ -65,7 +65,7 @@ def test_every_pairing_computes_the_same(pairing: str, microbatches: int) -> Non
     ],
 )
 def test_pairs_that_go_the_same_way(pairing: str, loops: dict[str, int]) -> None:
-    """Loops in one iteration, of two micro-batches; with three of them, one runs before."""
+    """The strand loop's only iteration holds two of three micro-batches. The first micro-batch runs before."""
     _, after, report = golden.run(golden.read(SCAN), StrandDuplication(pairing=pairing))
     (strands,) = [i for i in after.entry.instructions if i.opcode == "while" and i.name.startswith("strands")]
     inside = [i.name for i in strands.called[0].instructions if i.opcode == "while"]
@@ -75,7 +75,7 @@ def test_pairs_that_go_the_same_way(pairing: str, loops: dict[str, int]) -> None
 
 
 def test_an_unknown_pairing_is_an_error() -> None:
-    with pytest.raises(DhelixError, match="pairing='backward-forward' means nothing; take one of forward-backward"):
+    with pytest.raises(DhelixError, match="pairing='backward-forward' is unknown; take one of forward-backward"):
         StrandDuplication(pairing="backward-forward")
 
 
@@ -87,12 +87,12 @@ def test_the_same_module_gives_the_same_bytes() -> None:
 
 def test_what_is_interleaved_already_is_refused_as_that() -> None:
     _, after, _ = golden.run(golden.read(SCAN), StrandDuplication())
-    with pytest.raises(PassRefusal, match="holds two strands already"):
+    with pytest.raises(PassRefusal, match="already has two strands"):
         PassManager([StrandDuplication()], strict=True).run(Stage.LOWERED, after.to_bytes())
 
 
 def test_attributes_of_instructions_are_copied_along() -> None:
-    """F(0), and one of each strand in the loop."""
+    """The forward pass is in the program twice: F(0) before the strand loop, and once in the loop."""
     multiply = 'op_name="jit(step)/jvp()/while/body/mul"}'
     edits = {multiply: multiply + ', frontend_attributes={_xla_compute_type="sparse"}'}
     _, after, _ = golden.run(golden.read(SCAN, edits), StrandDuplication())
@@ -144,7 +144,7 @@ def test_results_are_the_same(case: str) -> None:
 
 
 def test_counters_that_end_elsewhere_are_carried_apart() -> None:
-    """Two trips from zero and two trips from one: equal counts, other values, two counters."""
+    """Two trips from zero and two trips from one: equal trip counts, but different values, so two counters."""
     edits = {
         "tuple(zero, dy, zeros, residuals, w)": "tuple(one, dy, zeros, residuals, w)",
         "last = s32[] constant(2)": "last = s32[] constant(3)",
@@ -160,5 +160,5 @@ def test_counters_that_end_elsewhere_are_carried_apart() -> None:
 
 def test_without_a_backward_pass_the_step_is_told_so() -> None:
     text = golden.read(SCAN).replace("transpose(jvp())", "jvp()")
-    with pytest.raises(PassRefusal, match="the step holds no backward pass"):
+    with pytest.raises(PassRefusal, match="the step has no backward pass"):
         golden.run(text, StrandDuplication())

@@ -63,7 +63,7 @@ def arguments() -> tuple[LAYER, jax.Array]:
 
 
 def transform(function: Callable[..., Any]) -> tuple[jax.stages.Lowered, jax.stages.Lowered, PassReport]:
-    """The step, the step after the passes, and the report of the one under test."""
+    """The step, the step after the passes, and the report of `StrandLockstep`."""
     plain = jax.jit(function).lower(*arguments())
     manager = PassManager([StrandDuplication(), StrandLockstep()], strict=True)
     changed, report = manager.run(Stage.LOWERED, lowering.hlo_bytes(plain))
@@ -94,7 +94,9 @@ def test_strands_go_in_step_and_compute_the_same(layer: Callable[..., jax.Array]
 
 
 def test_a_layer_with_a_skip_has_one_cut() -> None:
-    """Inside of it the hidden state goes past the work, and nothing is alone; but nothing goes past the last one."""
+    """A cut is at a value that alone carries the strand. Inside a layer, the skip connection bypasses the work. Nothing
+    bypasses the work of the last layer.
+    """
     _, tied, _ = transform(step(mlp))
     opcodes = [[v.opcode for v in b.operands[0].operands][:2] for b in barriers(tied)]
     assert opcodes == [["add", "add"]] * (DEPTH - 1) + [["tanh", "multiply"]]

@@ -1,4 +1,4 @@
-"""Strands that are some layers apart: loops and residuals of the whole step, and what cannot be had."""
+"""Strands that are some layers apart: loops and residuals of the whole step, and unsupported cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dhelix.tests.passes.strands.test_generated_programs import interpret
 
 
 def skewed(program: Program, layers: int) -> tuple[HloModule, StageReport]:
-    """The step with strands so many layers apart, computing the same bits as before."""
+    """The step with strands that are `layers` layers apart. Checks that it computes the same bits as before."""
     step, arguments = build(program)
     lowered = jax.jit(step, keep_unused=True).lower(*arguments)
     changed, report = PassManager(strand_passes(layers)).run(Stage.LOWERED, hlo_bytes(lowered))
@@ -51,11 +51,11 @@ def test_both_ends_run_beside_another_micro_batch(microbatches: int, layers: int
     ends = [trips(loop) for loop in merged_loops(module.entry)]
     assert sorted(ends) == sorted([apart, layers - apart, apart])
     alone = sum(trips(loop) for loop in found if loop is not strands) - sum(ends)
-    assert alone == 2 * (layers - apart)  # of 2L without skew
+    assert alone == 2 * (layers - apart)  # 2L without skew
 
 
 def test_residuals_of_so_many_more_layers_are_alive() -> None:
-    layers, apart, microbatches = 5, 2, 7  # no two stacks of something else are as long
+    layers, apart, microbatches = 5, 2, 7  # no other stacks have these lengths
     module, _ = skewed(Program(microbatches=microbatches, depth=layers), apart)
     (strands,) = (loop for loop in loops(module) if loop.name.startswith(STRANDS))
     stacks = [list(s.dimensions) for s in strands.shape.tuple_shapes if list(s.dimensions[1:]) == [ROWS, WIDTH]]
@@ -75,18 +75,18 @@ def test_the_last_forward_pass_stores_where_the_last_but_one_backward_pass_has_r
 
 
 def test_gradients_that_wait_for_each_other_stay_apart() -> None:
-    """A running average of all gradients is no sum of slots."""
+    """A running average of all gradients is not a sum of slots."""
     _, report = skewed(Program(microbatches=4, depth=4, carries=("average",)), 1)
-    assert any("stay apart: they depend on each other" in n.message for e in report.passes for n in e.notes)
+    assert any("not merged: they depend on each other" in n.message for e in report.passes for n in e.notes)
 
 
 @pytest.mark.parametrize(
     ("program", "apart", "said"),
     [
-        (Program(microbatches=2, depth=4), 1, "strands of 2 micro-batches are not kept apart; it takes at least 3"),
-        (Program(microbatches=3, depth=4), 3, "strands of 4 layers can be kept at most 2 apart, not 3"),
-        (Program(microbatches=3, depth=4, stack="unrolled"), 1, "it takes one loop over layers"),
-        (Program(microbatches=3, depth=4, stack="encoder_decoder"), 1, "and there are 2"),
+        (Program(microbatches=2, depth=4), 1, "strands of 2 micro-batches cannot be skewed; that takes at least 3"),
+        (Program(microbatches=3, depth=4), 3, "strands of 4 layers can be at most 2 layers apart, not 3"),
+        (Program(microbatches=3, depth=4, stack="unrolled"), 1, "takes one loop over layers in each pass"),
+        (Program(microbatches=3, depth=4, stack="encoder_decoder"), 1, "there are 2"),
         (Program(microbatches=3, depth=4, steps="called"), 1, "several loops over micro-batches"),
     ],
 )

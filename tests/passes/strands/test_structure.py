@@ -1,8 +1,7 @@
-"""The interleaved train step, compiled for 4, 8 and 64 H200s without having one: loops, copies and memory.
+"""The interleaved train step, compiled for 4, 8 and 64 H200s without any GPU: loops, copies and memory.
 
-Llama-8B shapes, 8 layers, 16 micro-batches. One test per case, as each compiles two programs (about
-10 s on one core). `benchmarks/programs/structure.py` prints the numbers of these and more cases; docs/benchmarks.md
-quotes them.
+Llama-8B shapes, 8 layers, 16 micro-batches. Each case is a test of its own, because it compiles two programs.
+`benchmarks/programs/structure.py` prints the numbers of these and more cases; docs/research_log.md quotes them.
 """
 
 from typing import Any
@@ -15,8 +14,9 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import replace_uses
 from dhelix.runtime.compiler import lowering
 
-MEMORY = 1.03  # peak of the interleaved step, at most, in units of the plain one's
-OF_BOTH = 1.05  # where gathered parameters of both strands live at once: in XLA's order, the schedulers keep to 1.03
+MEMORY = 1.03  # largest peak of the interleaved step, relative to the plain one's
+# if gathered parameters of both strands are live at once; in XLA's order only, the schedulers keep to 1.03
+OF_BOTH = 1.05
 
 CASES = (
     Case("4 GPUs"),
@@ -55,7 +55,7 @@ def test_unrolled_layers_need_no_more_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_copies_are_seen_where_there_are_some() -> None:
-    """Without the barrier between read and write of a slot, copy insertion copies whole stacks."""
+    """Without the barrier between the read and the write of a slot, copy insertion copies whole stacks."""
     strands, _ = interleave(lower(Case("small", layers=4, microbatches=4, overrides=SMALL)))
     found = measure(_without_barriers(strands), strands=True).structure
     assert found is not None
@@ -79,7 +79,7 @@ def _without_barriers(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
 @pytest.mark.deviceless
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_an_unrolled_layer_hands_over_no_more_than_a_scanned_one(remat: str) -> None:
-    """What backward computes again stays in backward, though data flow alone would let forward do it."""
+    """Values that backward recomputes stay in backward, although data flow alone would let forward compute them."""
 
     def per_layer(scan: bool) -> int:
         few, many = (_crossing_bytes(layers, remat=remat, scan_layers=scan) for layers in (2, 4))

@@ -65,15 +65,15 @@ def test_keys_are_for_people() -> None:
         (lambda: site(axis_size=True), "axis_size of a collective matmul is 'True'"),
         (lambda: site(dtype="bfloat16 8"), "give its name, such as"),
         (lambda: Form("rings"), "form of a collective matmul is 'rings': must be one of monolithic, ring, "),
-        (lambda: Form("ring", chunks=2), 'form "ring" has no chunks, not 2: leave them out, or take "hybrid"'),
+        (lambda: Form("ring", chunks=2), 'form "ring" takes no chunks, but got 2: leave them out, or use "hybrid"'),
         (lambda: Form("hybrid", tiles=LARGE), 'form "hybrid" has no tiles'),
         (lambda: Tiles(128, 128, 64, 4, "K", 8), "wide of Tiles is 'K': must be one of M, N"),  # type: ignore[arg-type]
         (lambda: Tiles(128, 0, 64, 4, "M", 8), "tile_n of Tiles is '0'"),
-        (lambda: Site.parse("all_gather_matmul bfloat16 8192x4096 over 4"), "is no collective matmul: write"),
-        (lambda: Form.parse("mosaic:128"), "are no tiles: write"),
+        (lambda: Site.parse("all_gather_matmul bfloat16 8192x4096 over 4"), "is not a collective matmul: write"),
+        (lambda: Form.parse("mosaic:128"), "are not tiles: write"),
         (lambda: Form.parse("hybrid:0"), "chunks of a Form is '0'"),
-        (lambda: Form.parse("hybrid:two"), "'two' is no number of chunks: write `hybrid:4`"),
-        (lambda: Form.parse("ring:2"), "are no tiles"),
+        (lambda: Form.parse("hybrid:two"), "'two' is not a number of chunks: write `hybrid:4`"),
+        (lambda: Form.parse("ring:2"), "are not tiles"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(make: object, message: str) -> None:

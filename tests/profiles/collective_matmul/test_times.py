@@ -87,7 +87,7 @@ WHOLE = {"gemm": [1, 0, 1], "collective": [1, 0, 1], "forms": {}}
         (lambda c: c.pop("link"), "`link` is missing: correct it, or measure again"),
         (put("hardware", 3), "hardware: expected printable text"),
         (put("sites", []), "sites: expected `object`"),
-        (put("sites", "gemm 8x8x8", WHOLE), "is no collective matmul: write"),
+        (put("sites", "gemm 8x8x8", WHOLE), "is not a collective matmul: write"),
         (
             put("sites", "all_gather_matmul bfloat16 08x8x8 over 4", WHOLE),
             "write 'all_gather_matmul bfloat16 8x8x8 over",
@@ -99,7 +99,7 @@ WHOLE = {"gemm": [1, 0, 1], "collective": [1, 0, 1], "forms": {}}
         (lambda c: c["sites"][SITE.key].pop("collective"), "`collective` is missing"),
         (put("sites", SITE.key, "forms", "rings", [1, 0, 1]), "form of a collective matmul is 'rings'"),
         (put("sites", SITE.key, "forms", "hybrid:04", [1, 0, 1]), "write 'hybrid:4'"),
-        (put("sites", SITE.key, "forms", "mosaic:1x2", [1, 0, 1]), "are no tiles"),
+        (put("sites", SITE.key, "forms", "mosaic:1x2", [1, 0, 1]), "are not tiles"),
         (put("measured_on", 0, "gpus", 0), "measured_on.0.gpus: expected `int` >= 1"),
     ],
 )
@@ -148,9 +148,7 @@ def test_users_times_count_more_than_shipped_ones(tmp_path: Path, monkeypatch: p
     both = files.find("H200", "nvlink")
     assert (choose(OTHER, both), choose(SITE, both)) == (Form("ring"), MOSAIC)
     files.save(TIMES, user / files.FOLDER / "h200-no-p2p.json")
-    with pytest.raises(
-        ProfileFileError, match="measured on H200 with link nvlink: give this file the name h200-nvlink"
-    ):
+    with pytest.raises(ProfileFileError, match="measured on H200 with link nvlink: rename this file to h200-nvlink"):
         files.find("H200", "no-p2p")
 
 

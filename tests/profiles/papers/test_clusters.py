@@ -132,7 +132,7 @@ def test_amsp_table_5_stands_whole() -> None:
 
 @each_cluster
 def test_the_documentation_lists_it(cluster: Cluster) -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "design" / "clusters.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith(f"| `{cluster.name}` "))
     across = f"{cluster.network_bandwidth_per_gpu / 1e9:.4g} GB/s" if cluster.network else "-"
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == [

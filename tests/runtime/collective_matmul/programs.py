@@ -1,4 +1,4 @@
-"""Collective matmuls and the plain expressions that they stand for, on sharded operands with global shapes."""
+"""Collective matmuls and the equivalent plain expressions, on sharded operands with global shapes."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from dhelix.runtime.collective_matmul import all_gather_matmul, matmul_all_reduc
 
 FORMS = ("monolithic", "ring", "bidirectional_ring", "hybrid")
 
-# The tests compare values; what LLVM makes of them fast is not worth the time.
+# The tests compare values, so LLVM's optimizations would only cost time.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 COLLECTIVE: dict[str, Callable[..., Any]] = {
@@ -35,7 +35,7 @@ def plain(kind: str, x: jax.Array, w: jax.Array, axis: Any) -> jax.Array:
 def specs(
     kind: str, batch: tuple[Any, ...] = (), axis: Any = "tp"
 ) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """Of x, w and the result; `batch` shards the batch dimensions."""
+    """Specs of x, w and the result; `batch` shards the batch dimensions."""
     P = PartitionSpec
     if kind == "all_gather_matmul":
         return P(*batch, axis), P(None, axis), P(*batch, None, axis)
@@ -53,7 +53,7 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
 
 
 def with_gradients(f: Callable[..., Any], kind: str, on: Mesh, batch: tuple[Any, ...], vma: bool = True) -> Any:
-    """Of `f(x, w)` under `shard_map`, jitted: (x, w, cotangent) to result and cotangents of x and w."""
+    """Jits `f(x, w)` and its derivatives under `shard_map`: (x, w, cotangent) -> result, cotangents of x and w."""
     spec_x, spec_w, spec_y = specs(kind, batch)
 
     def local(x: jax.Array, w: Any, cotangent: jax.Array) -> Any:
@@ -65,7 +65,7 @@ def with_gradients(f: Callable[..., Any], kind: str, on: Mesh, batch: tuple[Any,
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Each array to `tolerance` of its largest magnitude."""
+    """Compares each array to `tolerance` of its largest magnitude."""
 
     def compare(a: Any, b: Any) -> None:
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)

@@ -1,6 +1,6 @@
-"""The all-gather matmul kernel: each tile and each row exactly once, what it refuses, that XLA compiles it for GPUs.
+"""The all-gather matmul kernel: each tile and each row exactly once, refusals, and compilation by XLA for GPUs.
 
-Its run on GPUs is in benchmarks; the interpreter knows no remote memory.
+Benchmarks run it on GPUs, because the interpreter has no remote memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_rows_of_the_others_come_in_turn():
 
 
 def pieces(it):
-    """(source, row tile, chunk, row, column) in the order in which they go."""
+    """(source, row tile, chunk, row, column) of each piece, in transfer order."""
     numbers = jnp.arange(it.batches * it.transfer.batch, dtype=jnp.int32)
     return list(zip(*(part.tolist() for part in jax.vmap(it.piece)(numbers)), strict=True))
 
@@ -129,11 +129,11 @@ def test_tiles_say_how_many_chunks_or_leave_it_to_the_kernel():
     [
         (Site("all_gather_matmul", 4096, 4096, 1536, "float32", 4), "neither bfloat16 nor float16"),
         (Site("all_gather_matmul", 4096, 4096, 1536, "bfloat16", 1), "nothing to gather"),
-        (Site("all_gather_matmul", 4000, 4096, 1536, "bfloat16", 4), "no multiple of 256"),
-        (Site("all_gather_matmul", 4096, 4096, 1500, "bfloat16", 4), "no multiple"),
-        (Site("all_gather_matmul", 0, 4096, 1536, "bfloat16", 4), "no multiple"),
+        (Site("all_gather_matmul", 4000, 4096, 1536, "bfloat16", 4), "not a multiple of 256"),
+        (Site("all_gather_matmul", 4096, 4096, 1500, "bfloat16", 4), "not a multiple"),
+        (Site("all_gather_matmul", 0, 4096, 1536, "bfloat16", 4), "not a multiple"),
         (Site("all_gather_matmul", 4096, 4000, 1536, "bfloat16", 4), "pieces"),
-        (Site("matmul_all_reduce", 4096, 4096, 1536, "bfloat16", 4), "no all_gather_matmul"),
+        (Site("matmul_all_reduce", 4096, 4096, 1536, "bfloat16", 4), "not all_gather_matmul"),
     ],
 )
 def test_what_is_not_supported_is_said(site, why):
@@ -176,6 +176,6 @@ def test_compiles_for_any_axis_of_the_mesh(axes, name, tiles):
 
 
 def test_sizes_that_do_not_fit_raise_one_line():
-    with pytest.raises(DhelixError, match="take another form") as error:
+    with pytest.raises(DhelixError, match="use another form") as error:
         lowered({"tp": 2}, "tp", rows=2000)
     assert "\n" not in str(error.value)

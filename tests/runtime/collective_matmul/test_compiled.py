@@ -1,4 +1,4 @@
-"""What XLA makes of the forms for four H200s: collectives beside matmuls, and no copies but those that are known."""
+"""What XLA makes of the forms for four H200s: collectives overlap with matmuls, and there are only known copies."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ _COLLECTIVES = ("collective-permute", "all-gather", "all-reduce", "reduce-scatte
 
 
 def schedule(kind: str, form: str, gradients: bool = False, weights: int = 1) -> str:
-    """The kernels of the compiled program in the order of its schedule, see `_letter`."""
+    """The kernels of the compiled program in schedule order, as letters of `_letter`."""
     on = deviceless.mesh({"tp": 4})
     contraction, columns = (HIDDEN, WIDE) if kind == "all_gather_matmul" else (WIDE, HIDDEN)
     spec_x, spec_w, spec_y = specs(kind)
@@ -44,8 +44,7 @@ def schedule(kind: str, form: str, gradients: bool = False, weights: int = 1) ->
 
 
 def _letter(name: str, opcode: str) -> str:
-    """( and ) for start and end of a collective, C for one that nothing runs beside, G for a matmul, . for any other
-    kernel."""
+    """Start "(" and end ")" of a collective, a synchronous collective "C", a matmul "G", another kernel ".", or ""."""
     if opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES:
         return "(" if opcode.endswith("-start") else ")" if opcode.endswith("-done") else "C"
     if "gemm_fusion" in name or opcode == "custom-call" and "custom-call" in name:
@@ -54,22 +53,22 @@ def _letter(name: str, opcode: str) -> str:
 
 
 def summary(kernels: str) -> tuple[str, int]:
-    """Collectives and matmuls in order, and how many other kernels there are."""
+    """Collectives and matmuls in order, and the number of other kernels."""
     return kernels.replace(".", ""), kernels.count(".")
 
 
 @pytest.mark.parametrize(
     ("kind", "form", "expected", "others"),
     [
-        # Results into their places: one for each matmul. Two rings: the halves of x apart.
+        # One kernel per matmul moves the result to its place. For two rings, two more split x into halves.
         ("all_gather_matmul", "ring", "(G)(G)(G)G", 4),
         ("all_gather_matmul", "bidirectional_ring", "(GG)(GG)(GG)GG", 8 + 2),
-        # Likewise, and x into chunks.
+        # Likewise, and four kernels split x into chunks.
         ("all_gather_matmul", "hybrid:4", "()(G)(G)(G)G", 4 + 4),
-        # Rows of x before each step's matmuls, additions after them; two rings' halves are joined with the last ones.
+        # Rows of x are taken before each step's matmuls, sums added after them, and the halves of two rings joined.
         ("matmul_reduce_scatter", "ring", "G(G)(G)(G)", 4 + 3),
         ("matmul_reduce_scatter", "bidirectional_ring", "GG(GG)(GG)(GG)", 4 + 4 + 1),
-        # Rows of x; results joined.
+        # Rows of x are taken, and results are joined.
         ("matmul_reduce_scatter", "hybrid:4", "G(G)(G)(G)C", 4 + 1),
         ("matmul_all_reduce", "ring", "G(G)(G)(G)C", 4 + 3),
         ("matmul_all_reduce", "hybrid:4", "G(G)(G)(G)C", 4 + 1),
@@ -82,13 +81,13 @@ def test_collectives_run_beside_matmuls(kind: str, form: str, expected: str, oth
 @pytest.mark.parametrize(
     ("kind", "form", "expected", "others"),
     [
-        # Gathering x beside the matmul for dx; its sums scattered beside the matmul for dw.
+        # x is gathered next to the matmul for dx, and dx is scattered next to the matmul for dw.
         ("all_gather_matmul", "auto", "(G)(G)", 0),
-        # Gathering x beside the first chunk.
+        # x is gathered next to the first chunk.
         ("all_gather_matmul", "ring", "(G)(G)(G)(G)G", 4 + 3),
         ("all_gather_matmul", "hybrid:2", "(G)(G)(G)", 2 + 1),
         ("matmul_reduce_scatter", "auto", "CGG", 0),
-        # Chunks of the gathered cotangent, and results, into their places.
+        # Chunks of the gathered cotangent, and results, are moved to their places.
         ("matmul_reduce_scatter", "ring", "(G)(G)(G)GG", 4 + 4),
     ],
 )
@@ -97,5 +96,5 @@ def test_collectives_of_derivatives_run_beside_matmuls(kind: str, form: str, exp
 
 
 def test_weights_are_put_side_by_side_once() -> None:
-    """And products come apart in the kernel that puts them into their places."""
+    """The kernel that moves products to their places also separates them."""
     assert summary(schedule("all_gather_matmul", "ring", weights=2)) == ("(G)(G)(G)G", 1 + 1)

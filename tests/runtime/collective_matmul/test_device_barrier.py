@@ -1,6 +1,6 @@
-"""Devices meet inside a kernel: the order of its messages, played with devices that begin whenever they like.
+"""Rendezvous of devices inside a kernel: the order of its messages, simulated with devices that begin at any time.
 
-On GPUs: `test_on_gpus.py`; the interpreter knows no remote memory.
+The test on GPUs is in `test_on_gpus.py`, because the interpreter has no remote memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ deviceless.prepare_environment()
 
 @dataclasses.dataclass
 class Device:
-    """One that calls kernels, one after the other; a call finds `words` as the one before has left them."""
+    """A device that calls kernels one after the other. Each call finds `words` as the previous call left them."""
 
     me: int
     words: list[int]
-    call: int = 0  # it is in, from 1 on
+    call: int = 0  # number of the current call, from 1 on
     met: int = 0
     got: set[int] = dataclasses.field(default_factory=set)
 
 
 def kernel(devices: list[Device], me: int, clock: Iterator[int], chance: random.Random) -> Iterator[None]:
-    """What `meeting` does; then sends something to all, and leaves when all have sent. Message by message."""
+    """Simulates `meeting` message by message, then sends something to all peers, and ends when all have sent."""
     it, n = devices[me], len(devices)
     peers = [(place, devices[(me + place) % n]) for place in range(1, n)]
     it.call += 1
@@ -74,7 +74,7 @@ def test_nobody_goes_on_before_all_have_begun_and_all_go_on(seed):
     chance = random.Random(seed)
     n, calls = chance.randint(2, 5), 4
     clock = iter(range(1, 1 << 30))
-    # What lies in memory at first may be anything but a stamp of this run.
+    # At first, the memory may hold anything except a stamp of this run.
     devices = [Device(me, [chance.randint(-(1 << 40), 0) for _ in range(n)]) for me in range(n)]
     running = {it.me: kernel(devices, it.me, clock, chance) for it in devices}
     speeds = [chance.choice([1, 1, 5, 40]) for _ in range(n)]
@@ -85,7 +85,7 @@ def test_nobody_goes_on_before_all_have_begun_and_all_go_on(seed):
         if next(running[me], "done") == "done":
             del running[me]
             if devices[me].call < calls:
-                # Other operations of this device may use the memory in between; what they leave is no moment of now.
+                # Other operations of this device may use the memory in between, but they leave no current stamp there.
                 if chance.random() < 0.5:
                     devices[me].words = [chance.randint(-(1 << 40), 0) for _ in range(n)]
                 running[me] = kernel(devices, me, clock, chance)
@@ -94,7 +94,7 @@ def test_nobody_goes_on_before_all_have_begun_and_all_go_on(seed):
 
 @pytest.mark.deviceless
 def test_kernels_meet_without_xla():
-    """XLA's own barrier is off, and there are words of all devices."""
+    """XLA's own barrier is off, and the kernel has words for all devices."""
     mesh = deviceless.mesh({"tp": 4})
     site = Site("matmul_reduce_scatter", 1024, 512, 512, "bfloat16", 4)
     assert matmul_reduce_scatter.supported(site) is None

@@ -1,4 +1,4 @@
-"""What "auto" takes, what an explicit form refuses, and what users are told."""
+"""Choices of "auto", refusals of explicit forms, and messages to users."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,19 +34,19 @@ def traced(kind: str, form: Any, rows: int, axis: Any = "tp", k: int = 8, column
     ("kind", "form", "rows", "message"),
     [
         ("all_gather_matmul", "spiral", 16, "form .* is .*spiral.*: must be one of monolithic"),
-        ("all_gather_matmul", None, 16, 'form=None means nothing: take "auto"'),
-        ("all_gather_matmul", "hybrid:3", 16, "chunks that divide 4 rows: choose others"),
-        ("all_gather_matmul", "hybrid", 20, "chunks that divide 5 rows"),
-        ("matmul_reduce_scatter", Form("hybrid", chunks=8), 16, "chunks that divide 4 rows"),
-        ("matmul_all_reduce", "hybrid:4", 18, "chunks that divide 18 rows"),
+        ("all_gather_matmul", None, 16, 'form=None is unknown: use "auto"'),
+        ("all_gather_matmul", "hybrid:3", 16, "chunks of at least 2 that divides 4 rows: choose another"),
+        ("all_gather_matmul", "hybrid", 20, "chunks of at least 2 that divides 5 rows"),
+        ("matmul_reduce_scatter", Form("hybrid", chunks=8), 16, "chunks of at least 2 that divides 4 rows"),
+        ("matmul_all_reduce", "hybrid:4", 18, "chunks of at least 2 that divides 18 rows"),
         ("matmul_all_reduce", "ring", 18, "18 do not divide by 4 devices: pad the rows"),
-        ("all_gather_matmul", "bidirectional_ring", 4, "2 or more rows per device, not 1"),
-        ("matmul_all_reduce", "bidirectional_ring", 4, "2 or more rows per device, not 1"),
+        ("all_gather_matmul", "bidirectional_ring", 4, "at least 2 rows per device, not 1"),
+        ("matmul_all_reduce", "bidirectional_ring", 4, "at least 2 rows per device, not 1"),
         (
             "all_gather_matmul",
             "mosaic",
             16,
-            r"no kernel here \(it needs NVIDIA's Hopper GPUs, and this is cpu\): take another form",
+            r"no kernel here \(it needs NVIDIA Hopper GPUs, but this is cpu\): use another form",
         ),
         ("matmul_reduce_scatter", "auto", 18, "18 rows do not divide by the 4 devices of 'tp': pad the rows"),
     ],
@@ -58,7 +58,7 @@ def test_explicit_forms_that_cannot_be_had_say_what_to_do(kind: str, form: Any, 
 
 
 def test_weights_in_a_dict_are_refused() -> None:
-    with pytest.raises(DhelixError, match="dict is no array: give x, and w or a tuple of such"):
+    with pytest.raises(DhelixError, match="dict is not an array: give x, and one w or a tuple of them"):
         jax.jit(
             jax.shard_map(
                 lambda x: all_gather_matmul(x, {"gate": x}, "tp"),  # type: ignore
@@ -88,7 +88,7 @@ def test_only_the_monolithic_form_takes_several_axes() -> None:
 @pytest.mark.parametrize("form", ["auto", "ring"])
 def test_an_axis_must_be_one_of_a_surrounding_shard_map(form: str) -> None:
     with pytest.raises(
-        DhelixError, match=r"'model' is no mesh axis of a surrounding shard_map \(its axes: \('tp',\)\)"
+        DhelixError, match=r"'model' is not a mesh axis of a surrounding shard_map \(its axes: \('tp',\)\)"
     ):
         jax.jit(
             jax.shard_map(
@@ -98,7 +98,7 @@ def test_an_axis_must_be_one_of_a_surrounding_shard_map(form: str) -> None:
                 out_specs=specs("x")[1],
             )
         ).lower(jnp.ones((4, 4)))
-    with pytest.raises(DhelixError, match="call it inside of one"):
+    with pytest.raises(DhelixError, match="call it inside a shard_map"):
         matmul_all_reduce(jnp.ones((4, 4)), jnp.ones((4, 4)), "tp", form)
 
 
@@ -108,7 +108,7 @@ def test_an_axis_must_be_one_of_a_surrounding_shard_map(form: str) -> None:
         (all_gather_matmul, (jnp.ones((4, 4)), jnp.ones((3, 4))), r"x \[4, 4\] and w \[3, 4\] do not multiply"),
         (matmul_all_reduce, (jnp.ones(4), jnp.ones((4, 4))), r"give \[..., rows, k\] and \[k, columns\]"),
         (matmul_reduce_scatter, (jnp.ones((4, 4)), jnp.ones((4, 4), "bfloat16")), "x is float32 and w bfloat16: cast"),
-        (all_gather_matmul, (jnp.ones((4, 4)), ()), "no weights: give one or more"),
+        (all_gather_matmul, (jnp.ones((4, 4)), ()), "no weights: give at least one"),
     ],
 )
 def test_operands_that_do_not_fit(operation: Callable[..., Any], operands: tuple[Any, ...], message: str) -> None:
@@ -128,7 +128,7 @@ def test_other_types_are_monolithic_and_an_error_for_who_asks_for_a_form(lines: 
 
         result = step("auto")
         assert result.dtype == kind and (result.astype(complex) == 4.0).all()
-        assert f"monolithic, since no other form multiplies {x.dtype.name}" in lines[number]
+        assert f"monolithic, because no other form multiplies {x.dtype.name}" in lines[number]
         assert len(lines) == number + 1
         with pytest.raises(DhelixError, match=f'form "ring" multiplies bfloat16, .* and not {x.dtype.name}: cast both'):
             step("ring")
@@ -142,7 +142,7 @@ def test_auto_on_cpu_is_monolithic_whatever_the_shape() -> None:
 
 
 def on_gpus(kind: str, rows: int) -> str:
-    """StableHLO of "auto" for four H200s that need not exist, bfloat16, K = N = 64 on a device."""
+    """StableHLO of "auto" for four H200s, which need not exist: bfloat16, K = N = 64 per device."""
     on = deviceless.mesh({"tp": 4})
     k, columns = (64, 256) if kind == "all_gather_matmul" else (256, 64)
     spec_x, spec_w, spec_y = specs(kind)
@@ -164,7 +164,7 @@ def measured(kind: str, rows: int, **microseconds: float) -> Times:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
+    """Collects the logged warnings."""
     found: list[str] = []
     monkeypatch.setattr(logging, "warning", lambda text, *args: found.append(text % args))
     form_choice._log_once.cache_clear()
@@ -207,7 +207,7 @@ def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     form = Form("mosaic", tiles=Tiles(64, 64, 64, 2, "M", 1))
     with jax.sharding.use_abstract_mesh(deviceless.mesh({"tp": 4}).abstract_mesh):
         monkeypatch.delenv("XLA_FLAGS", raising=False)
-        assert "a CUDA graph would keep its peers' addresses" in str(form_choice.refusal(form, place))
+        assert "a CUDA graph would keep its peers' old addresses" in str(form_choice.refusal(form, place))
         assert "has no kernel here (" in str(form_choice.refusal(form, place, graphs=False))
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         assert "needs all GPUs of the axis in one process" in str(form_choice.refusal(form, place))
@@ -222,7 +222,7 @@ def test_a_gpu_must_have_room_for_all_blocks_of_a_kernel_at_a_time() -> None:
     smaller = dataclasses.replace(mesh.abstract_device, device_kind="NVIDIA H100 PCIe", num_cores=114)
     with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=smaller)):
         reason = form_choice.refusal(Form("mosaic"), place, graphs=False)
-        assert "takes 132 multiprocessors, and this NVIDIA H100 PCIe has 114: name tiles with sms=114" in str(reason)
+        assert "needs 132 multiprocessors, but this NVIDIA H100 PCIe has 114: give tiles with sms=114" in str(reason)
         fitting = Form("mosaic", tiles=Tiles(128, 256, 64, 4, "M", 8, sms=114))
         assert form_choice.refusal(fitting, place, graphs=False) is None
 
@@ -231,4 +231,6 @@ def test_derivatives_of_an_explicit_form_fall_back_where_it_cannot_be_had(lines:
     place = form_choice.Place(Site("matmul_reduce_scatter", 24, 8, 8, "float32", 4), "tp", 6)
     assert form_choice.resolve(Form("hybrid", chunks=3), place) == Form("hybrid", chunks=3) and not lines
     assert form_choice.resolve(Form("hybrid", chunks=4), place) == MONOLITHIC
-    assert "monolithic instead of hybrid:4, which needs 2 or more chunks that divide 6 rows" in lines[0]
+    assert (
+        "monolithic instead of hybrid:4, which needs a number of chunks of at least 2 that divides 6 rows" in lines[0]
+    )

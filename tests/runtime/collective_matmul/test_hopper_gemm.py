@@ -20,7 +20,7 @@ from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, St
 
 
 def multiply(gemm: Gemm, x: jax.Array, w: jax.Array, staged: jax.Array | None = None) -> jax.Array:
-    """x @ w; to one of three tiles is added what is staged: [source, tile, warpgroup, piece, row, column]."""
+    """x @ w, and in every third tile the sum with `staged`: [source, tile, warpgroup, piece, row, column]."""
     tile_m = gemm.tiles.tile_m
     place = gemm_tiles.banded(gemm.m // gemm.cluster_rows, gemm.column_tiles, gemm.tiles.group)
     sources = 0 if staged is None else staged.shape[0]
@@ -125,7 +125,7 @@ def test_a_tile_is_stored_beside_the_next_one(gemm: Gemm) -> None:
     ids=["one step", "many steps, three sources", "clusters, more slots than it takes"],
 )
 def test_parts_of_others_are_added_beside_the_next_tile(gemm: Gemm, sources: int, monkeypatch) -> None:
-    monkeypatch.setattr(opaque, "part", lambda part: part)  # the interpreter knows no inline code
+    monkeypatch.setattr(opaque, "part", lambda part: part)  # the interpreter does not support inline code
     pieces = len(gemm.pieces(gemm.part))
     shape = (sources, gemm.cluster_tiles, 2, pieces, gemm_tiles.PIECE_ROWS, gemm.store_columns)
     check(gemm, jax.random.normal(jax.random.key(2), shape, jnp.bfloat16))
@@ -138,7 +138,7 @@ def check(gemm: Gemm, staged: jax.Array | None = None) -> None:
     expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
     if staged is not None:
         expected = expected.astype(jnp.bfloat16).astype(np.float32) + added(gemm, np.asarray(staged, np.float32))
-    roundings = 1 if staged is None else 2  # the second one of a sum that may be smaller than its summands
+    roundings = 1 if staged is None else 2  # a sum is rounded twice, and may be smaller than its summands
     np.testing.assert_allclose(
         np.asarray(multiply(gemm, x, w, staged), np.float32),
         expected,
@@ -148,7 +148,7 @@ def check(gemm: Gemm, staged: jax.Array | None = None) -> None:
 
 
 def added(gemm: Gemm, staged: np.ndarray) -> np.ndarray:
-    """What is staged, where it belongs, of warpgroups below each other; all blocks of a cluster get the same."""
+    """The parts in `staged` at their places in the result. All blocks of a cluster get the same parts."""
     total = np.zeros((gemm.m, gemm.column_tiles * gemm.tiles.tile_n), np.float32)
     place = gemm_tiles.banded(gemm.m // gemm.cluster_rows, gemm.column_tiles, gemm.tiles.group)
     rows, columns = gemm.part

@@ -1,4 +1,4 @@
-"""A Llama step whose layers take collective matmuls, by hand of `ManualParallel(collective_matmuls=...)`."""
+"""A Llama step whose layers use collective matmuls through `ManualParallel(collective_matmuls=...)`."""
 
 import dataclasses
 import functools

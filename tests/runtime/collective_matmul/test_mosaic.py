@@ -21,7 +21,7 @@ from dhelix.tests.runtime.collective_matmul.programs import (
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In the place of the kernels, plain expressions of two-dimensional arrays; the names of those that ran."""
+    """Replaces the kernels by plain expressions of two-dimensional arrays. Records the names of those that ran."""
     ran: list[str] = []
 
     def kernel(module: str, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Mosaic kernels on real GPUs: calls of devices that begin at different times give the same bits each time.
+"""Mosaic kernels on real GPUs: devices that begin at different times give the same bits in each call.
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer= .venv/bin/pytest -m gpu tests/runtime/collective_matmul
 
-On two GPUs or more of one host, with peer-to-peer memory.
+Needs two or more GPUs of one host with peer-to-peer memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dhelix.tests.runtime.collective_matmul.programs import COLLECTIVE, plain, s
 pytestmark = pytest.mark.gpu
 
 OPERANDS = 3
-"""That take turns: what a call before has left behind is not what this one computes."""
+"""Operands that calls use in turn, so that a stale result of the call before is wrong."""
 CALLS = 400
 LONGEST_WAIT = 60
-"""Rounds of an empty loop, some 10 to 20 us each."""
+"""In rounds of an empty loop."""
 
 
 def gpus() -> Mesh:
@@ -39,7 +39,7 @@ def gpus() -> Mesh:
 
 
 def operands(kind: str, on: Mesh, m: int, k: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """OPERANDS of x, and w: local sizes."""
+    """OPERANDS arrays x, and w; `m`, `k` and `n` are sizes per device."""
     devices = on.size
 
     def make() -> tuple[jax.Array, jax.Array]:
@@ -53,7 +53,7 @@ def operands(kind: str, on: Mesh, m: int, k: int, n: int) -> tuple[jax.Array, ja
 
 
 def wait(trips: jax.Array, until: jax.Array) -> jax.Array:
-    """`until`, after that many rounds of a loop whose end the host has to look for."""
+    """Returns `until` after `trips` rounds of a loop whose end the host has to check."""
     rounds = lax.fori_loop(0, trips, lambda i, at: lax.optimization_barrier(at + i), jnp.int32(0))
     return lax.optimization_barrier((until, rounds))[0]
 
@@ -63,7 +63,7 @@ def bits(x: jax.Array) -> jax.Array:
 
 
 def of_each(kind: str, on: Mesh, function: Callable[..., jax.Array]) -> Any:
-    """(OPERANDS of x, w) to as many results of `function`."""
+    """Jits (OPERANDS arrays x, w) -> a result of `function` for each x."""
     spec_x, spec_w, spec_y = specs(kind)
 
     def local(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def of_each(kind: str, on: Mesh, function: Callable[..., jax.Array]) -> Any:
 
 
 def differences(kind: str, on: Mesh, function: Callable[..., jax.Array]) -> Any:
-    """(OPERANDS of x, w, expected results, seed) to how many of CALLS gave other bits, on each device."""
+    """Jits (OPERANDS arrays x, w, expected results, seed) -> how many of CALLS gave other bits, on each device."""
     spec_x, spec_w, spec_y = specs(kind)
 
     def local(x: jax.Array, w: jax.Array, expected: jax.Array, seed: jax.Array) -> jax.Array:
@@ -100,8 +100,8 @@ def differences(kind: str, on: Mesh, function: Callable[..., jax.Array]) -> Any:
         ("all_gather_matmul", 2048, 4096, 3072),
         ("all_gather_matmul", 8192, 4096, 14336),
         ("matmul_all_reduce", 64, 4096, 8192),
-        ("matmul_all_reduce", 64, 14336, 8192),  # contractions that blocks share
-        ("matmul_all_reduce", 16, 4096, 2048),  # the same, and rows filled up
+        ("matmul_all_reduce", 64, 14336, 8192),  # blocks share contractions
+        ("matmul_all_reduce", 16, 4096, 2048),  # likewise, and rows are padded
         ("matmul_all_reduce", 1024, 4096, 8192),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every form computes what the plain expression does, and so do its derivatives."""
+"""Every form computes the same as the plain expression, and so do its derivatives."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ from dhelix.tests.runtime.collective_matmul.programs import (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forms_and_their_derivatives_are_those_of_the_plain_expression(kind: str) -> None:
-    """Over one of two mesh axes, with batch dimensions, one of them sharded, and odd sizes."""
+    """Over one of two mesh axes, with odd sizes and batch dimensions, one of which is sharded."""
     on, batch = mesh(dp=2, tp=4), ("dp", None)
     x, w, cotangent = normal(0, 4, 1, 24, 20), normal(1, 20, 12), normal(2, 4, 1, 24, 12)
     expected = with_gradients(lambda x, w: plain(kind, x, w, "tp"), kind, on, batch)(x, w, cotangent)
@@ -120,11 +120,12 @@ def test_a_tuple_of_axes_is_served(kind: str) -> None:
     ("kind", "form"),
     [
         *((kind, form) for kind in KINDS for form in ("ring", "bidirectional_ring")),
-        *(("matmul_all_reduce", form) for form in ("monolithic", "hybrid")),  # the others' need a reduce-scatter
+        # the other kinds need a reduce-scatter here
+        *(("matmul_all_reduce", form) for form in ("monolithic", "hybrid")),
     ],
 )
 def test_a_batch_that_is_sharded_over_an_explicit_axis(kind: str, form: str) -> None:
-    """A mesh as `jax.make_mesh` makes it, and a shard_map that leaves dp out; JAX 0.11 has no reduce-scatter there."""
+    """A mesh with explicit axes, and a shard_map that leaves dp out. JAX 0.11 has no reduce-scatter there."""
     on = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     spec_x, spec_w, spec_y = specs(kind, (None,))
     mapped = jax.shard_map(
@@ -164,7 +165,7 @@ def test_half_precision_keeps_its_type_and_accumulates_in_float32(
 
 
 def test_operands_that_are_the_same_on_other_axes_have_their_cotangents_summed_there() -> None:
-    """As with `lax.dot_general`: w is replicated over dp, and JAX sums its cotangent there."""
+    """As with `lax.dot_general`: w is replicated over dp, so JAX sums its cotangent over dp."""
     x, w = normal(0, 8, 16, 4), normal(1, 4, 8)
 
     def loss(f: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Kernels of matmul + reduce-scatter and matmul + all-reduce: order of tiles, what they refuse, that XLA compiles them.
+"""Kernels of matmul + reduce-scatter and matmul + all-reduce: order of tiles, refusals, and compilation by XLA.
 
-Their run on GPUs is in benchmarks; the interpreter knows no remote memory.
+Benchmarks run them on GPUs, because the interpreter has no remote memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLANS = [
     plan("matmul_all_reduce", 1024, 8192, 2, Tiles(128, 128, 64, 6, "M", 3)),
     plan("matmul_all_reduce", 1024, 8192, 4),
     plan("matmul_all_reduce", 2048, 8192, 4, None, depth=8192),
-    plan("matmul_all_reduce", 128, 8192, 4),  # owners by columns
+    plan("matmul_all_reduce", 128, 8192, 4),  # owners are by columns
     plan("matmul_all_reduce", 256, 8192, 8, DECODE),
 ]
 
@@ -71,7 +71,7 @@ def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(i
             assert owner == (me + 1 + turn) % it.devices
     when = {(turn, tile): number for number, (turn, tile, _, _) in enumerate(order)}
     assert len(when) == it.devices * it.tiles
-    for tile in range(it.tiles):  # at the same place in every device's order: nobody waits for what comes later
+    for tile in range(it.tiles):  # at the same place in every device's order, so that no device waits for a later tile
         assert when[it.devices - 1, tile] > max(when[turn, tile] for turn in range(it.devices - 1))
 
 
@@ -91,7 +91,9 @@ def test_sender_and_owner_agree_where_a_tile_lies(it: SummedGemm):
 
 @pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}")
 def test_every_peer_gets_a_part_that_is_sent_behind_the_meeting(it: SummedGemm):
-    """A block whose first tile is its device's own one does not wait for it, and who leaves relies on it."""
+    """A block whose first tile is its device's own does not wait for the rendezvous. So each peer must get a part from
+    a block that waited, because a device that leaves relies on it.
+    """
     order, own = [turn for turn, *_ in jobs(it, 0)], it.devices - 1
     waited = {turn for number, turn in enumerate(order) if order[number % it.gemm.clusters] != own}
     assert waited >= set(range(own))
@@ -121,7 +123,7 @@ def test_tiles_say_cluster_and_lead_or_leave_them_to_the_kernel():
     "rows, depth, devices, cut",
     [
         (1024, 4096, 2, (128, 128, 2, 33)),
-        (1024, 2048, 8, (128, 128, 1, 33)),  # one tile of rows for each owner
+        (1024, 2048, 8, (128, 128, 1, 33)),  # one row of tiles for each owner
         (1024, 14336, 2, (128, 256, 1, 33)),
         (64, 4096, 2, (64, 128, 1, 64)),
     ],
@@ -146,7 +148,7 @@ def test_one_shot_has_every_tile_for_everybody():
         (64, 2048, 2048, 1),  # not deep enough
         (64, 7168, 4096, 2),
         (64, 64 * 111, 4096, 1),  # an odd number of steps
-        (64, 7168, 8192, 1),  # 64 blocks read as fast as the memory gives
+        (64, 7168, 8192, 1),  # 64 blocks already use the full memory bandwidth
         (64, 14336, 8192, 2),
         (128, 14336, 8192, 1),  # a tile for each SM
         (16, 14336, 8192, 2),
@@ -155,7 +157,7 @@ def test_one_shot_has_every_tile_for_everybody():
 def test_contractions_are_split_where_tiles_leave_sms_without_work(rows, depth, columns, splits):
     it = plan("matmul_all_reduce", rows, columns, 2, None, depth)
     assert (it.shots, it.gemm.splits, it.gemm.tiles.tile_m) == (1, splits, 64) and it.refusal() is None
-    assert it.gemm.cluster_tiles <= it.gemm.clusters  # all run at once, so that none waits for one that does not run
+    assert it.gemm.cluster_tiles <= it.gemm.clusters  # all run at once, so none waits for one that does not run
     shares = [tuple(map(int, it.gemm.tile_and_split(jnp.int32(n)))) for n in range(it.gemm.cluster_tiles)]
     assert sorted(shares) == [(tile, split) for tile in range(it.tiles) for split in range(splits)]
     assert it.gemm.steps * splits * 64 == depth
@@ -169,7 +171,7 @@ def test_contractions_are_split_where_tiles_leave_sms_without_work(rows, depth, 
     "kind, rows, splits, why",
     [
         ("matmul_all_reduce", 64, 3, "16 steps of the contraction do not divide by 3"),
-        ("matmul_all_reduce", 64, 4, "256 tiles and splits are more than run at once"),
+        ("matmul_all_reduce", 64, 4, "256 tiles and splits are more than the"),
         ("matmul_all_reduce", 1024, 2, "that all devices send to all"),
         ("matmul_reduce_scatter", 1024, 2, "that all devices send to all"),
     ],
@@ -195,10 +197,10 @@ def test_few_rows_are_filled_up(rows, devices, shots, filled):
         (4096, 4096, 1536, "float32", 4, "neither bfloat16 nor float16"),
         (4096, 4096, 1536, "bfloat16", 1, "nothing to sum"),
         (4000, 4096, 1536, "bfloat16", 4, "4000"),
-        (4096, 4096, 1500, "bfloat16", 4, "no multiple"),
-        (4096, 4000, 1536, "bfloat16", 4, "no multiple"),
-        (0, 4096, 1536, "bfloat16", 4, "no multiple"),
-        (64, 4096, 0, "bfloat16", 4, "no multiple"),
+        (4096, 4096, 1500, "bfloat16", 4, "not a multiple"),
+        (4096, 4000, 1536, "bfloat16", 4, "not a multiple"),
+        (0, 4096, 1536, "bfloat16", 4, "not a multiple"),
+        (64, 4096, 0, "bfloat16", 4, "not a multiple"),
     ],
 )
 def test_what_is_not_supported_is_said(kind, rows, depth, columns, dtype, devices, why):
@@ -207,10 +209,10 @@ def test_what_is_not_supported_is_said(kind, rows, depth, columns, dtype, device
 
 
 def test_rows_of_an_owner_are_whole_tiles():
-    assert "no multiple of 128 each" in (
+    assert "not a multiple of 128 each" in (
         matmul_reduce_scatter.supported(Site("matmul_reduce_scatter", 192, 512, 512, "bfloat16", 2)) or ""
     )
-    assert "no multiple of 256 each" in (
+    assert "not a multiple of 256 each" in (
         matmul_reduce_scatter.supported(Site("matmul_reduce_scatter", 256, 512, 512, "bfloat16", 2), CLUSTERS) or ""
     )
     assert "do not divide over 4" in (
@@ -267,7 +269,8 @@ def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024, dep
     "kind, axes, rows",
     [
         ("matmul_reduce_scatter", {"tp": 2}, 1024),
-        ("matmul_reduce_scatter", {"dp": 2, "tp": 2}, 1024),  # LLVM's time grows with the square of all devices
+        # LLVM's time grows with the square of the number of devices
+        ("matmul_reduce_scatter", {"dp": 2, "tp": 2}, 1024),
         ("matmul_all_reduce", {"tp": 2, "dp": 2}, 1024),
         ("matmul_all_reduce", {"tp": 4}, 1024),
         ("matmul_all_reduce", {"tp": 4}, 64),
@@ -275,7 +278,8 @@ def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024, dep
     ],
 )
 def test_compiles_for_any_axis_of_the_mesh(kind, axes, rows):
-    columns = 1024 if rows < 128 else 8192  # else a block has several tiles, and looks after one beside the next
+    # with 8192, a block has several tiles and finishes one while it computes the next
+    columns = 1024 if rows < 128 else 8192
     text = deviceless.compile(lowered(kind, axes, rows, columns)).as_text() or ""
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert "all-reduce" not in text.replace("all_reduce", "") and "reduce-scatter" not in text
@@ -296,7 +300,8 @@ def test_compiles_with_splits(rows):
 )
 def test_registers_do_not_overflow(kind, devices, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    deviceless.compile(lowered(kind, {"tp": devices}, 1152 * devices, 3072))  # of no other test, of several tiles
+    # sizes of no other test, several tiles per block
+    deviceless.compile(lowered(kind, {"tp": devices}, 1152 * devices, 3072))
     said = capfd.readouterr()
     spilled = re.findall(r"(\d+) bytes spill stores", said.out + said.err)
     assert spilled and max(map(int, spilled)) < 100
@@ -304,6 +309,6 @@ def test_registers_do_not_overflow(kind, devices, monkeypatch, capfd):
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_sizes_that_do_not_fit_raise_one_line(kind):
-    with pytest.raises(DhelixError, match="take another form") as error:
+    with pytest.raises(DhelixError, match="use another form") as error:
         lowered(kind, {"tp": 2}, rows=2000)
     assert "\n" not in str(error.value)

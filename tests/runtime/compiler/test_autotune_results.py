@@ -1,4 +1,4 @@
-"""Autotuning results as files: merging them, and which file a compile is given."""
+"""Autotuning results as files: merging them, and the file that a compilation reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dhelix.runtime.compiler import autotune_results
 
 
 def _dump(*choices: tuple[str, str]) -> str:
-    """As XLA writes it: fingerprints of instructions, and the backends chosen for them."""
+    """A dump as XLA writes it: fingerprints of instructions, and the backends chosen for them."""
     return "".join(
         f"""entries {{
   key {{
@@ -56,7 +56,7 @@ def test_merged_results_are_sorted_one_a_line_and_later_ones_count() -> None:
     "text", ["version: 3 results { }", '{"json": 1}', "entries {\n  value {\n  }\n}\n", _dump(("1", "TRITON"))[:-5]]
 )
 def test_what_is_no_dump_is_named(text: str) -> None:
-    with pytest.raises(DhelixError, match=r"mine.pbtxt: .*leave this file out"):
+    with pytest.raises(DhelixError, match=r"mine.pbtxt: .*leave out this file"):
         autotune_results.merge({"mine.pbtxt": text})
 
 

@@ -1,4 +1,4 @@
-"""Files beside the compilation cache: what is damaged counts as missing."""
+"""Files next to the compilation cache: damaged files count as missing."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GPU programs compiled without a GPU, and what a user reads when that cannot work."""
+"""GPU programs compiled without a GPU, and the messages if that cannot work."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_gpu_program_beside_cpu_devices() -> None:
     [
         (jnp.bfloat16, (1024, 1024), "__cublas$lt$matmul"),
         (jnp.float8_e4m3fn, (1024, 1024), "__cublas$lt$matmul$f8"),
-        (jnp.bfloat16, (4, 4), "__cublas$lt$matmul"),  # too small for XLA to fuse anything with
-        (jnp.complex64, (64, 64), "__cublas$lt$matmul"),  # not for Triton
+        (jnp.bfloat16, (4, 4), "__cublas$lt$matmul"),  # too small for XLA to fuse
+        (jnp.complex64, (64, 64), "__cublas$lt$matmul"),  # not supported by Triton
     ],
 )
 def test_products_without_autotuning_results_are_left_to_cublas(
@@ -84,7 +84,7 @@ def test_the_users_own_autotuning_results_go_before_ours(monkeypatch: pytest.Mon
 @pytest.mark.deviceless
 @pytest.mark.parametrize("manual", [False, True])
 def test_round_trip_of_cudnn_attention_gives_the_same_gpu_program(manual: bool) -> None:
-    """Custom calls of several results, custom partitioning and the plugin's older StableHLO."""
+    """The program has custom calls with several results, custom partitioning and the plugin's older StableHLO."""
     mesh, spec = deviceless.mesh({"tp": 4}), P(None, None, "tp")
 
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -124,7 +124,7 @@ def test_malformed_requests_say_what_to_write(tmp_path: Path) -> None:
 def test_missing_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pkgutil.iter_modules", lambda *_: [])
     with pytest.raises(deviceless.DevicelessError, match=r"pip install 'dhelix\[compile\]'"):
-        deviceless.topology(shape="1x1x7")  # of which no other test keeps a description
+        deviceless.topology(shape="1x1x7")  # no other test has cached this topology
 
 
 @pytest.mark.deviceless

@@ -1,4 +1,4 @@
-"""A round trip of a lowered program through HLO changes nothing that a user could see."""
+"""A round trip of a lowered program through HLO changes nothing that a user can see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hook runs passes for marked modules only, registers late and once; reports survive cache hits."""
+"""The hook runs passes only for marked modules, and is registered late and once. Reports survive cache hits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step(x: jax.Array) -> jax.Array:
 
 
 def compile_step(passes: Any, size: int = 4, strict: bool = False, platforms: tuple[str, ...] = ("cpu",)) -> Session:
-    """One program through a session of its own."""
+    """Compiles one program through its own session."""
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
     module = lowering.hlo_bytes(lowered)
     manager = PassManager(passes, strict=strict)
@@ -70,7 +70,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def in_process(script: str, *arguments: str, **environment: str) -> str:
-    """Last line that another process prints."""
+    """The last line that another process prints."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-c", script, *arguments]
     run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
@@ -134,7 +134,7 @@ def test_clear_takes_the_hook_back() -> None:
     assert not gone
     CALLS.clear()
     compile_step([Look(option=3)])
-    assert CALLS == ["jit_step"]  # registered anew, and once
+    assert CALLS == ["jit_step"]  # registered again, and only once
 
 
 def test_pre_scheduler_never_runs_on_cpu() -> None:
@@ -172,7 +172,7 @@ def test_dhelix_off(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_step([Look()])
     assert CALLS == []
     monkeypatch.setenv("DHELIX", "of")
-    with pytest.raises(DhelixError, match="DHELIX='of' means nothing; set it to on or off"):
+    with pytest.raises(DhelixError, match="DHELIX='of' is unknown; set it to on or off"):
         registration.enabled()
 
 
@@ -225,7 +225,7 @@ def test_reports_survive_a_hit_in_the_compilation_cache(tmp_path: Path) -> None:
 
     again = warm(tmp_path, (1, 4), (1, 8), (2, 4))
     assert [(calls, stored) for calls, stored, *_ in again] == [(0, True), (0, True), (1, False)]
-    assert [entry[2:] for entry in again[:2]] == [entry[2:] for entry in first]  # each its own
+    assert [entry[2:] for entry in again[:2]] == [entry[2:] for entry in first]  # each program has its own report
 
     for path in (tmp_path / "dhelix").iterdir():
         path.write_text(path.read_text()[:-50])

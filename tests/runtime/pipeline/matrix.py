@@ -1,10 +1,10 @@
-"""Every schedule on every mesh, with micro-batches and layers that divide and that do not: how far from the plain step.
+"""Difference of every schedule on every mesh from the plain step, with even and uneven micro-batches and layers.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
         python tests/runtime/pipeline/matrix.py --out benchmarks/results
 
-Five optimizer steps in float32 on 8 CPU devices, 164 times, in some 8 minutes; `test_executor.py` runs a few of them.
-The difference is of parameters, optimizer state and losses, relative to the largest magnitude of each leaf.
+Each setting runs five optimizer steps in float32 on 8 CPU devices; `test_executor.py` runs a few of them. The
+difference covers parameters, optimizer state and losses, relative to the largest magnitude of each leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE = "pipeline_numerics.json"
 
 
 def settings(mesh: str) -> Iterator[Setting]:
-    """M below P, P and odd above it; layers that fill the chunks, and one more; ends shared and not by turns."""
+    """M below P, equal to P, and odd above P; layers that fill the chunks, or one more; ends alternately shared."""
     pp, tp, dp = MESHES[mesh]
     kinds = [(name, chunks) for name in SCHEDULES for chunks in ((2, 3) if name in INTERLEAVED and pp < 8 else (2,))]
     for (name, chunks), (turn, (microbatches, more)) in itertools.product(
@@ -41,7 +41,7 @@ def settings(mesh: str) -> Iterator[Setting]:
 
 
 def difference(setting: Setting) -> float:
-    """The largest, of all leaves of the state and of the losses."""
+    """The largest difference of all leaves of the state and of the losses."""
     actual, expected = pipelined_steps(setting), plain_steps(setting.alone)
     return max(map(_relative, jax.tree.leaves(actual), jax.tree.leaves(expected)))
 
@@ -52,7 +52,7 @@ def _relative(actual: Any, expected: Any) -> float:
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """By schedule and mesh the largest difference, in Markdown."""
+    """The largest difference for each schedule and mesh, in Markdown."""
     lines = ["| | " + " | ".join(f"{mesh} ({len(found[mesh])} runs)" for mesh in MESHES) + " |", "|---|" + "---|" * 4]
     for name in SCHEDULES:
         runs = ([found[mesh][s.name] for s in settings(mesh) if s.schedule == name] for mesh in MESHES)

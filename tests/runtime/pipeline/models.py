@@ -1,10 +1,10 @@
-"""A tiny model that is a chain (embedding, layers, head), its train step with a pipeline, and the same step without.
+"""A tiny model that is a chain (embedding, layers, head), and its train step with and without a pipeline.
 
     tokens [rows, SEQ]  ->  embedding [VOCAB, WIDTH]  ->  layers [L, ...] (lax.scan)  ->  scale [WIDTH], head  ->  loss
 
-`Axes` says which mesh axes the model's code communicates over. With `ends`, embedding and head are split over the
-vocabulary by that axis, so that the pipeline computes them on all stages together. Everything runs under `shard_map`
-with `check_vma=False`, where a cotangent is one of this device's own work.
+`Axes` names the mesh axes over which the model's code communicates. With `ends`, embedding and head are split over the
+vocabulary by that axis, so the pipeline computes them on all stages together. Everything runs under `shard_map` with
+`check_vma=False`, so each device holds the cotangent of its own work.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Axes:
-    """Names of mesh axes: of the layers' tensor parallelism, and of the vocabulary's shards. None: one device."""
+    """Names of mesh axes: of the layers' tensor parallelism, and of the vocabulary's shards. None: not split."""
 
     tp: str | None = None
     ends: str | None = None
 
 
 def _enter(x: jax.Array, axis: str | None) -> jax.Array:
-    """The same x on every device of `axis`, each of which goes on with a part of the work: cotangents add up."""
+    """x, equal on all devices of `axis`. Each device does a part of the following work, so backward sums cotangents."""
     return x if axis is None else _with_derivative(lambda x: x, lambda g: lax.psum(g, axis))(x)
 
 
 def _leave(x: jax.Array, axis: str | None) -> jax.Array:
-    """The sum of parts, the same on every device, as is its cotangent."""
+    """The sum of parts. The sum is equal on every device, and so is its cotangent."""
     return x if axis is None else _with_derivative(lambda x: lax.psum(x, axis), lambda g: g)(x)
 
 
@@ -92,7 +92,7 @@ def embed(params: Params, ids: jax.Array, axes: Axes = Axes()) -> jax.Array:
     table = params["embedding"]
     if axes.ends is None:
         return table[ids]
-    # One stage's cotangent of this sum is not zero, and psum's transpose hands it to all: it is one.
+    # Only one stage's cotangent of this sum is not zero. The transpose of psum is a sum, so all stages get it.
     local = ids - lax.axis_index(axes.ends) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
     return lax.psum(jnp.where(mine[..., None], table[local % table.shape[0]], 0), axes.ends)
@@ -101,7 +101,7 @@ def embed(params: Params, ids: jax.Array, axes: Axes = Axes()) -> jax.Array:
 def nll(params: Params, x: jax.Array, targets: jax.Array, axes: Axes = Axes()) -> jax.Array:
     """Cross-entropy of each token, [rows, SEQ]."""
     if axes.ends is not None:
-        x = lax.psum(x, axes.ends)  # it is zero but on the stage that made it
+        x = lax.psum(x, axes.ends)  # zero except on the stage that made it
     logits = (x * params["scale"]) @ params["head"]
     first = 0 if axes.ends is None else lax.axis_index(axes.ends) * logits.shape[-1]
     chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None] - first, logits, 0).sum(axis=-1)
@@ -119,8 +119,8 @@ class Setting:
     """A pipelined train step of the model above.
 
     Attributes:
-      rows: of one micro-batch on one device.
-      shared: whether the ends are split over the pipeline axis.
+      rows: rows of one micro-batch on one device.
+      shared: the ends are split over the pipeline axis.
     """
 
     pp: int
@@ -155,7 +155,7 @@ class Setting:
 
     @property
     def specs(self) -> Params:
-        """Of the folded parameters."""
+        """Specs of the folded parameters."""
         vocabulary = "pp" if self.shared else None
         return {
             "embedding": P(vocabulary),
@@ -179,7 +179,7 @@ def gradients_of(
 ) -> Callable[..., Any]:
     """`(params, *arguments) -> dhelix.value_and_grad(loss_fn, **options)` under `shard_map`, for folded parameters.
 
-    Gradients of parameters that lie on several stages are added up, and over the axis dp all is averaged.
+    Gradients of parameters that are on several stages are summed, and everything is averaged over the axis dp.
     """
 
     def local(params: Any, *rest: Any) -> Any:
@@ -213,15 +213,15 @@ def pipelined_step(setting: Setting) -> Callable[[Any, jax.Array], Any]:
 
 
 def plain_step(state: Any, rows: jax.Array) -> Any:
-    """The same on one device, its micro-batches in a loop."""
+    """The same step on one device, with its micro-batches in a loop."""
     value, grads = dhelix.value_and_grad(loss)(state[0], rows)
     return apply(state, grads), value
 
 
 def in_microbatches(function: Callable[..., Any], count: int, reduce: str = "mean", fold: Fold | None = None) -> Any:
-    """`function` jitted as `strand_interleave` traces it, without the passes, which take as long as XLA.
+    """`function` jitted as `strand_interleave` traces it, but without the passes, which take long.
 
-    Compiled without LLVM's optimisations, which take a quarter of the time: results are compared with a tolerance.
+    Also without LLVM's optimizations, because compilation is faster and results are compared with a tolerance.
     """
 
     def traced(*args: Any) -> Any:
@@ -232,7 +232,7 @@ def in_microbatches(function: Callable[..., Any], count: int, reduce: str = "mea
 
 
 def run(step: Any, state: Any, batch: np.ndarray) -> tuple[Any, list[float]]:
-    """State and losses of STEPS optimizer steps. On the host in between, so that one compiled program serves all."""
+    """State and losses of STEPS optimizer steps. States go to the host in between, so one program runs all steps."""
     losses = []
     for _ in range(STEPS):
         state, value = jax.tree.map(np.asarray, step(state, batch))
@@ -241,7 +241,7 @@ def run(step: Any, state: Any, batch: np.ndarray) -> tuple[Any, list[float]]:
 
 
 def pipelined_steps(setting: Setting) -> tuple[Any, list[float]]:
-    """`run` of the pipelined step; the state in the model's order."""
+    """`run` of the pipelined step, with the state in the model's order."""
     step = in_microbatches(pipelined_step(setting), setting.microbatches, fold=setting.fold)
     layout = setting.fold.layout()
     state, losses = run(step, folded(initial_state(setting.layers), layout), setting.batch)
@@ -255,7 +255,7 @@ def plain_steps(setting: Setting) -> tuple[Any, list[float]]:
 
 
 def folded(tree: Any, layout: Layout) -> Any:
-    """`tree` with its arrays of layers in the pipeline's order: chunk by chunk, stage by stage, padded with zeros."""
+    """`tree` with its arrays of layers in pipeline order: chunk by chunk, stage by stage, padded with zeros."""
 
     def fold_array(x: Any) -> np.ndarray:
         result = np.zeros((layout.chunks, layout.padded, *x.shape[1:]), x.dtype)
@@ -288,7 +288,7 @@ def _map_layers(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    """Every leaf within `tolerance` of its largest magnitude, and of the same type."""
+    """Asserts that every leaf has the same type and is within `tolerance` of its largest magnitude."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, want), got in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
         assert jnp.result_type(want) == jnp.result_type(got), path

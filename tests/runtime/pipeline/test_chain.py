@@ -1,4 +1,4 @@
-"""A loss function's parts make up the loss again; what is no chain of equal layers is refused, and a line says why."""
+"""The parts of a loss function compose to the loss. If it is no chain of equal layers, the error gives the reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def chain_of(loss_fn: Loss, *batch: Any) -> Chain:
 
 
 def composed(chain: Chain, *batch: Any) -> list[Any]:
-    """The loss function's outputs, put together from its parts."""
+    """Outputs of the loss function, computed from its parts."""
     ends, context = [LEAVES[i] for i in chain.end_leaves], chain.context(batch)
     x, stacks = chain.embed(ends, batch), chain.prepare([LEAVES[i] for i in chain.layer_leaves])
     assert [(v.shape, v.dtype) for v in stacks] == [(w.shape, w.dtype) for w in chain.weights]
@@ -203,18 +203,18 @@ def layer_numbers(p: Any, rows: Any) -> Any:
 
 
 REFUSED = [
-    (layer_numbers, r"runs over int32\[3\], which is made of no parameter .* carry a counter through the layers"),
+    (layer_numbers, r"runs over int32\[3\], which depends on no parameter .* carry a counter through the layers"),
     (
         no_scan,
-        "needs a model whose layers are one jax.lax.scan over stacked parameters, and the loss function has none",
+        "needs layers that are one jax.lax.scan over stacked parameters, but the loss function has no such scan",
     ),
     (two_chains, "needs one chain of equal layers, and the loss function has 2 loops over stacked parameters"),
     (reversed_layers, "the scan over layers runs in reverse; give it the layers in order"),
     (auxiliary_losses, r"the scan's ys, such as auxiliary losses\); carry their sum through the layers"),
-    (shared_weight, "all layers read one parameter"),
-    (embedding_in_each_layer, "all layers read one parameter"),
+    (shared_weight, "all layers share one parameter"),
+    (embedding_in_each_layer, "all layers share one parameter"),
     (rows_beside_layers, "runs over values of the batch .* derive them inside the layer"),
-    (weight_decay, rf"parameter {W_OUT} float32\[{LAYERS},{HIDDEN},{WIDTH}\] belongs to the layers and to the emb"),
+    (weight_decay, rf"parameter {W_OUT} float32\[{LAYERS},{HIDDEN},{WIDTH}\] is used by the layers and by the emb"),
 ]
 
 
@@ -231,5 +231,5 @@ def test_a_key_for_each_layer_is_refused() -> None:
         noise = lambda w: jax.random.normal(w[1], (WIDTH,))  # noqa: E731
         return cross_entropy(p, over_layers(p, start(p, rows), lambda x, w: layer(x, w[0]) + noise(w), stacks), rows)
 
-    with pytest.raises(DhelixError, match=r"\(or random keys\) beside the parameters, one per layer; derive them"):
+    with pytest.raises(DhelixError, match=r"\(or random keys\), one per layer; derive them"):
         chain_of(noisy, TOKENS, KEY)

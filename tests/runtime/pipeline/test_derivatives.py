@@ -1,4 +1,4 @@
-"""A chain's passes: equal to jax.vjp of the whole, and what is kept between them is nothing that weights alone make."""
+"""A chain's passes equal jax.vjp of the whole chain, and keep nothing between them that depends on weights alone."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ LEAVES, TREE = jax.tree.flatten(PARAMS)
 
 
 def loss(p: Any, rows: Any, scale: Any) -> Any:
-    """Layers with a context, a weight that is cast, and a counter in their state."""
+    """A loss with a context for its layers, a weight that is cast, and a counter in the state."""
 
     def body(state: Any, w: Any) -> Any:
         x, count = state

@@ -1,4 +1,4 @@
-"""What a user who asks for something that cannot be gets told: one line, which says what to do."""
+"""Errors for impossible requests: one line that says what to do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,8 @@ def refuse(message: str, function: Callable[..., Any], *args: Any, **options: An
     with pytest.raises(DhelixError, match=message) as refusal:
         function(*args, **options)
     assert "\n" not in str(refusal.value)
-    assert not any("pipeline=" in note for note in getattr(refusal.value, "__notes__", []))  # it says all itself
+    # the message is complete without notes
+    assert not any("pipeline=" in note for note in getattr(refusal.value, "__notes__", []))
 
 
 def folded_params(fold: Fold = SETTING.fold) -> Any:
@@ -54,13 +55,13 @@ def folded_params(fold: Fold = SETTING.fold) -> Any:
 
 
 def test_what_makes_no_pipeline() -> None:
-    refuse(r"Fold\(stages=0\): give how many, 1 or more", Fold, 0)
-    refuse(r"Fold\(chunks_per_stage=0\): give how many", Fold, 2, chunks_per_stage=0)
+    refuse(r"Fold\(stages=0\): give a whole number of at least 1", Fold, 0)
+    refuse(r"Fold\(chunks_per_stage=0\): give a whole number", Fold, 2, chunks_per_stage=0)
     names = "w, interleaved_si, 1f1b, interleaved, dualpipev"
-    refuse(rf"schedule='gpipe'\) means nothing; take one of {names}", Fold, 2, schedule="gpipe")
+    refuse(rf"schedule='gpipe'\) is unknown; use one of {names}", Fold, 2, schedule="gpipe")
     refuse(r'"w" and "interleaved_si", not of "1f1b"', Fold, 2, schedule="1f1b", sends_beside=True)
     refuse(r'chunks_per_stage=4\) is of "interleaved_si" and "interleaved", not of "w"', Fold, 2, chunks_per_stage=4)
-    refuse(r"6 layers do not divide into 4 chunks: say Fold\(layers=6\)", Fold(2).layout, 6)
+    refuse(r"6 layers do not divide into 4 chunks: give Fold\(layers=6\)", Fold(2).layout, 6)
     refuse("3 layers do not fill 4 chunks on 2 stages", Fold(2, layers=3).layout)
     refuse(r"Fold\(layers=\) is needed", Fold(2).layout)
 
@@ -68,27 +69,27 @@ def test_what_makes_no_pipeline() -> None:
 def test_what_does_not_go_with_a_pipeline() -> None:
     interleave = dhelix.strand_interleave
     refuse(r"pipeline=2: give a dhelix.Fold\(stages", interleave, step, microbatches=2, pipeline=2)
-    refuse("needs microbatches=: how many go through the stages", interleave, step, pipeline=Fold(2))
+    refuse("needs microbatches=: give the number of micro-batches", interleave, step, pipeline=Fold(2))
     refuse(
         "compare a few steps with those of an unfolded state", interleave, step, microbatches=2, pipeline=Fold(2),
         verify=True,
     )  # fmt: skip
     refuse(
-        "schedule='intra_batch' has no pipeline: take dp, list or xla",
+        "schedule='intra_batch' has no pipeline: use dp, list or xla",
         interleave, step, microbatches=2, pipeline=Fold(2), schedule="intra_batch",
     )  # fmt: skip
 
 
 def test_a_state_that_cannot_be_folded() -> None:
     params, mesh = init_params(5), SETTING.mesh
-    refuse(r"5 layers do not divide into 4 chunks: say Fold\(layers=5\)", Fold(2).fold, params, mesh)
-    refuse("4 stages needs a mesh with an axis 'pp' of that size", Fold(4, layers=8).fold, init_params(8), mesh)
-    refuse("2 stages needs a mesh with an axis 'stage' of that size", Fold(2, 8, axis="stage").fold, params, mesh)
+    refuse(r"5 layers do not divide into 4 chunks: give Fold\(layers=5\)", Fold(2).fold, params, mesh)
+    refuse("4 stages needs a mesh axis 'pp' of that size", Fold(4, layers=8).fold, init_params(8), mesh)
+    refuse("2 stages needs a mesh axis 'stage' of that size", Fold(2, 8, axis="stage").fold, params, mesh)
     refuse(r"leading dimensions \[8\] of 8 layers in the model's order", Fold(2, layers=8).fold, params, mesh)
-    refuse("no array lies under layers: name where", Fold(2).fold, {"blocks": params["layers"]}, mesh)
+    refuse("there is no array at layers: give the paths", Fold(2).fold, {"blocks": params["layers"]}, mesh)
 
     for stacked, meant in (("layers", r"\(\('layers',\),\)"), (("model", "layers"), r"\(\('model', 'layers'\),\)")):
-        refuse(rf"each of which is a tuple of names, such as {meant}", SETTING.fold.fold, params, mesh, stacked)
+        refuse(rf"each a tuple of names, such as {meant}", SETTING.fold.fold, params, mesh, stacked)
 
 
 def test_a_mesh_of_explicit_axes() -> None:
@@ -118,20 +119,18 @@ def test_layers_that_are_not_trained() -> None:
     setting = Setting(pp=2, microbatches=2, layers=8)
     function = gradients_of(of_ends, setting.mesh, {name: jax.sharding.PartitionSpec() for name in ends})
     function = in_microbatches(function, 2, fold=setting.fold)
-    refuse("or are not among those that argnums= names", jax.eval_shape, function, ends, setting.batch)
+    refuse("or argnums= does not name them", jax.eval_shape, function, ends, setting.batch)
 
 
 def test_a_fold_of_another_state_or_mesh() -> None:
     refuse(
-        r"folded into chunks of 2 layers, and Fold\(layers=16\) makes chunks of 4: give both", trace, folded_params(),
+        r"folded into chunks of 2 layers, but Fold\(layers=16\) makes chunks of 4: give both", trace, folded_params(),
         Fold(2, layers=16),
     )  # fmt: skip
     four = Fold(4, layers=8)
-    refuse(
-        r"Fold\(stages=4\) needs a mesh with an axis 'pp' of that size, and the mesh", trace, folded_params(four), four
-    )
+    refuse(r"Fold\(stages=4\) needs a mesh axis 'pp' of that size, but the mesh", trace, folded_params(four), four)
     other = Fold(2, layers=8, axis="stage")
-    refuse("outside of jax.shard_map over 'stage', so say which devices", trace, folded_params(), other)
+    refuse("outside jax.shard_map over 'stage', so give the mesh", trace, folded_params(), other)
     other = Fold(2, layers=8, schedule="1f1b")
     refuse("are not folded for 2 stages of 1 chunks, .* fold", trace, folded_params(), other)
 
@@ -150,7 +149,7 @@ def test_a_loss_function_that_a_pipeline_cannot_run() -> None:
         return jnp.mean(params["embedding"][rows] ** 2)
 
     refuse(
-        r"returns int32\[4\]; under a pipeline .* are numbers: reduce",
+        r"returns int32\[4\]; under a pipeline .* must be numbers: reduce",
         trace,
         folded_params(),
         loss_fn=with_rows,
@@ -158,7 +157,7 @@ def test_a_loss_function_that_a_pipeline_cannot_run() -> None:
     )
     refuse(r"returns bool\[\]; under", trace, folded_params(), loss_fn=with_answer, has_aux=True)
     assert trace(folded_params(), loss_fn=in_bfloat16)[0].dtype == jnp.bfloat16
-    refuse("needs a model whose layers are one jax.lax.scan", trace, folded_params(), loss_fn=without_layers)
+    refuse("needs layers that are one jax.lax.scan", trace, folded_params(), loss_fn=without_layers)
 
 
 def test_batches_and_where_it_is_called() -> None:
@@ -170,7 +169,7 @@ def test_batches_and_where_it_is_called() -> None:
     )  # fmt: skip
     outside = in_microbatches(dhelix.value_and_grad(loss), 2, fold=SETTING.fold)
     refuse(
-        r"outside of jax.shard_map over 'pp', so say which devices: Fold\(\.\.\., mesh=",
+        r"outside jax.shard_map over 'pp', so give the mesh: Fold\(\.\.\., mesh=",
         jax.eval_shape,
         outside,
         folded_params(),

@@ -1,4 +1,4 @@
-"""A pipelined step computes what the plain loop over micro-batches does, whatever the mesh and the schedule."""
+"""A pipelined step computes the same as the plain loop over micro-batches, on every mesh and schedule."""
 
 from typing import Any
 
@@ -21,8 +21,9 @@ from dhelix.tests.runtime.pipeline.models import (
 
 SETTINGS = [
     Setting(pp=2, microbatches=1, layers=4),
-    Setting(pp=4, microbatches=4, layers=9, shared=True),  # as many as stages, and layers that do not divide
-    Setting(pp=8, microbatches=5, layers=16),  # fewer than stages, and odd
+    # as many micro-batches as stages, and layers that do not divide
+    Setting(pp=4, microbatches=4, layers=9, shared=True),
+    Setting(pp=8, microbatches=5, layers=16),  # fewer micro-batches than stages, and an odd number
     Setting(pp=2, tp=2, dp=2, microbatches=3, layers=12, shared=True, sends_beside=True),  # chunks of three
     Setting(pp=4, microbatches=5, layers=8, sends_beside=True),  # chunks of one
     Setting(pp=2, tp=2, dp=2, microbatches=5, layers=5, shared=True, schedule="interleaved_si", sends_beside=True),
@@ -55,7 +56,7 @@ def test_a_step_is_traced_where_numbers_are_64_bits_wide() -> None:
 
 
 def test_a_decorated_step_on_a_folded_state() -> None:
-    """The whole way of a user: fold, `strand_interleave(pipeline=)` with its passes, unfold."""
+    """All steps of a user: fold, `strand_interleave(pipeline=)` with its passes, unfold."""
     setting = Setting(pp=2, tp=2, dp=2, microbatches=3, layers=5)
     step = dhelix.strand_interleave(pipelined_step(setting), microbatches=3, pipeline=setting.fold)
     state = jax.tree.map(np.asarray, setting.fold.fold(initial_state(setting.layers), setting.mesh))

@@ -1,6 +1,6 @@
-"""What a loss function may do under a pipeline: metrics, weights, random keys, masks, casts, several values as state.
+"""Features of loss functions in a pipeline: metrics, weights, random keys, masks, casts, several values as state.
 
-Each compares `dhelix.value_and_grad` in a pipeline of two stages with its own loop over micro-batches on one device.
+Each test compares `dhelix.value_and_grad` in a pipeline of two stages with its loop over micro-batches on one device.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def two_stages() -> Mesh:
 def in_pipeline(
     loss_fn: Loss, *batch: Any, specs: Any = None, reduce: str = "mean", schedule: str = "w", **options: Any
 ) -> Any:
-    """(value, gradients in the model's order) of a pipeline, as a function of the parameters that compiles once."""
+    """A function from parameters to (value, gradients in the model's order) of a pipeline; it compiles once."""
     fold = Fold(STAGES, layers=LAYERS, schedule=schedule)
     arguments = specs or tuple(P() for _ in batch)
     function = in_microbatches(
@@ -63,7 +63,7 @@ def in_loop(loss_fn: Loss, *batch: Any, reduce: str = "mean", **options: Any) ->
 
 
 def everything(p: Any, batch: dict[str, Any], key: jax.Array) -> Any:
-    """Noise by key and layer, a counter and two arrays as state, a mask per micro-batch, metrics of both kinds."""
+    """Noise per key and layer, a counter and two arrays as state, a mask per micro-batch, metrics of both kinds."""
     rows, mask = batch["rows"], batch["mask"]
     phase = jax.random.key_data(key)[0] % 64
 
@@ -111,7 +111,7 @@ def test_a_random_key_that_goes_from_layer_to_layer() -> None:
 
 
 def weighted_loss(p: Any, batch: dict[str, Any]) -> jax.Array:
-    """NaN in layers and head for a micro-batch without tokens; its layers divide by a norm, zero in masked work."""
+    """NaN in layers and head for a micro-batch without tokens. Layers divide by a norm that is zero in masked work."""
     rows, mask = batch["rows"], batch["mask"]
     share = jnp.max(mask) / jnp.sum(mask)
 
@@ -133,7 +133,7 @@ def test_weights_and_not_a_number_where_nothing_counts() -> None:
 
 
 def cast_loss(p: Any, rows: jax.Array) -> jax.Array:
-    """bfloat16 but for the loss."""
+    """A loss in bfloat16, except its last mean."""
     p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
     x, _ = lax.scan(lambda x, w: (layer(x, w).astype(x.dtype), None), p["embedding"][rows[:, :-1]], p["layers"])
     return jnp.mean(nll(p, x, rows[:, 1:]).astype(jnp.float32))
@@ -175,7 +175,7 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
 
 @pytest.mark.parametrize("under", [contextlib.nullcontext, jax.set_mesh])
 def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
-    """A random key, an argument that is not of the batch, an array of the module's; and the mesh around the step."""
+    """A key, an argument outside the batch and a captured array on the mesh; and the mesh around the step."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "dp"), axis_types=(AxisType.Auto,) * 2)
     key, scale = jax.device_put((jax.random.key(3), 1.5), NamedSharding(mesh, P()))
     table = jax.device_put(np.linspace(0.5, 1, 6), NamedSharding(mesh, P("dp")))
@@ -200,7 +200,7 @@ def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
 
 @pytest.mark.parametrize("schedule", ["w", "1f1b"])
 def test_a_shard_map_inside_of_a_layer(schedule: str) -> None:
-    """Over the axes that the pipeline leaves automatic; its rings meet in each layer."""
+    """The shard_map is over an axis that the pipeline leaves automatic. Its rings rendezvous in each layer."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
     def rings(p: Any, rows: jax.Array) -> Any:
@@ -223,8 +223,9 @@ def test_a_shard_map_inside_of_a_layer(schedule: str) -> None:
 
 
 def test_stages_that_must_meet_in_a_layer_do() -> None:
-    """A part of a split axis: XLA's partitioner sends rows on by a collective-permute, for which CPU devices of all
-    stages wait, and in a tick of 1F1B some of them have no work."""
+    """The layer takes a part of a split axis, so XLA's partitioner sends rows by a collective-permute. CPU devices of
+    all stages wait for it, but some stages have no work in a tick of 1F1B.
+    """
 
     def split(p: Any, rows: jax.Array) -> Any:
         def one(x: jax.Array, w: Any) -> tuple[jax.Array, None]:

@@ -1,4 +1,4 @@
-"""States in the pipeline's order and back: what lies where, exactly, and without a device that holds it all."""
+"""States in pipeline order and back: places and values are exact, and no device holds the whole state."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_a_whole_state_comes_back_exactly(layers: int) -> None:
 
     back = unfold_state(folded, STACKED, layout, mesh)
     jax.tree.map(np.testing.assert_array_equal, back, state)
-    # In the model's order too every stage has only its share.
+    # Also in the model's order, every stage holds only its share.
     assert back["params"]["layers"]["w_in"].sharding.spec == PartitionSpec(None, "pp", "tp")
     assert back["params"]["layers"]["w_out"].sharding.spec == PartitionSpec(None, "tp", "pp")
     again = fold_state(back, STACKED, layout, mesh)
@@ -125,7 +125,7 @@ def test_stages_exchange_layers_and_never_gather_them() -> None:
 def test_what_cannot_be_folded_is_refused() -> None:
     mesh, layout = make_mesh(1, 2, pp=4), fold_layout(9, 4)
     state = state_on(mesh, 9)
-    with pytest.raises(DhelixError, match="2 stages needs a mesh with an axis 'pp' of that size"):
+    with pytest.raises(DhelixError, match="2 stages needs a mesh axis 'pp' of that size"):
         fold_state(state, STACKED, fold_layout(9, 2), mesh)
     with pytest.raises(DhelixError, match="no array under blocks has the leading dimensions \\[9\\]"):
         fold_state(state, (*STACKED, ("blocks",)), layout, mesh)
@@ -138,7 +138,5 @@ def test_what_cannot_be_folded_is_refused() -> None:
 def test_layers_on_other_devices_are_refused() -> None:
     mesh, layout = make_mesh(1, 2, pp=4), fold_layout(9, 4)
     restored = jax.device_put(state_on(mesh, 9), jax.devices()[0])
-    with pytest.raises(
-        DhelixError, match=r"\['layers'\]\['norm'\] lies on 1 .* not on the 8 of the mesh: put the whole"
-    ):
+    with pytest.raises(DhelixError, match=r"\['layers'\]\['norm'\] is on 1 .* instead of the mesh's 8: put the whole"):
         fold_state(restored["params"], STACKED, layout, mesh)

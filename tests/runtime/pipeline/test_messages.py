@@ -1,4 +1,4 @@
-"""Where messages lie in the program that XLA schedules for GPUs."""
+"""Places of messages in the program that XLA schedules for GPUs."""
 
 import jax
 import optax
@@ -23,7 +23,7 @@ def is_message(instruction: Instruction) -> bool:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_messages_of_interleaved_1f1b_lie_beside_layers_though_stages_share_the_ends() -> None:
-    """Loops over an end of all stages hold collectives, and XLA puts none of these beside a message."""
+    """Loops over an end that all stages share hold collectives, and XLA overlaps no such loop with a message."""
     mesh = make_mesh(1, 1, deviceless.topology("h200", f"1x1x{STAGES}").devices, pp=STAGES)
     config = preset("llama-demo", 8, seq=128, vocab=64)
     training = make_pipelined_step(config, mesh, optax.sgd(0.1), MICROBATCHES, "interleaved", 2, shared_ends=True)
@@ -36,6 +36,6 @@ def test_messages_of_interleaved_1f1b_lie_beside_layers_though_stages_share_the_
         loops = [n for instruction, n in place.items() if instruction.opcode == "while"]
         ends = {start_of(i): n for i, n in place.items() if is_done(i)}
         sent = [i for i in sequence if is_start(i) and is_message(i)]
-        if len(sent) > 1:  # a round of a forward tick and a backward one
+        if len(sent) > 1:  # a round of a forward tick and a backward tick
             beside.append([any(place[start] < loop < ends[start] for loop in loops) for start in sent])
     assert beside == [[True, True]]

@@ -1,4 +1,4 @@
-"""Tables of a schedule: replayed tick by tick, they do what the schedule says, and no message is lost."""
+"""Tables of a schedule: replayed tick by tick, they do what the schedule says, and lose no message."""
 
 from typing import Any
 
@@ -45,13 +45,13 @@ def test_tables_are_the_schedule(step: Any) -> None:
 
 
 def replay(schedule: Schedule, table: Direction, forward: bool) -> None:
-    """Sends messages through inboxes as the executor does; each work must find the one it reads."""
+    """Sends messages through inboxes as the executor does. Asserts that each work finds the message that it reads."""
     layout, step = schedule.layout, 1 if forward else -1
     boxes: list[list[Any]] = [[None] * table.inbox for _ in range(layout.stages)]
     late: list[Any] = [None] * layout.stages
 
     def bring(made: list[Any], ways: tuple[Hop, ...], stays: Any, puts: Any) -> None:
-        arrives: list[Any] = [None] * layout.stages  # what a permutation brings to nobody is zeros
+        arrives: list[Any] = [None] * layout.stages  # a permutation brings zeros to stages without a sender
         for sender, receiver in ways:
             arrives[receiver] = made[sender]
         for stage in range(layout.stages):

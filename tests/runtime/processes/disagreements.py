@@ -1,4 +1,4 @@
-"""The table of what two processes may disagree on; each row is tried by both in turn."""
+"""The table of possible disagreements of two processes. Both processes try each row in turn."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Row(NamedTuple):
     """One disagreement.
 
     Attributes:
-      message: what process 0 is told, or how that begins; {0} and {1} stand for the processes.
-      both: options of both processes' step.
-      other: those of process 1 alone.
-      around: in which process 1 decorates and calls.
-      own: whether process 1 has an error of its own.
+      message: the error of process 0, or its beginning; {0} and {1} stand for the processes.
+      both: options of the step in both processes.
+      other: further options in process 1.
+      around: a context in which process 1 decorates and calls.
+      own: process 1 has an error of its own.
     """
 
     message: str
@@ -59,7 +59,7 @@ TABLE: dict[str, Row] = {
         around=lambda: jax.debug_nans(True),
     ),
     "DHELIX that means nothing": Row(
-        f"{_FAILED}DhelixError: DHELIX='of' means nothing; set it to on or off", around=_environment(DHELIX="of"),
+        f"{_FAILED}DhelixError: DHELIX='of' is unknown; set it to on or off", around=_environment(DHELIX="of"),
         own=True,
     ),
     "disable": Row("disable: none in {0}; strand-lockstep in {1}", other={"disable": ["strand-lockstep"]}),
@@ -92,7 +92,7 @@ TABLE: dict[str, Row] = {
     "XLA_FLAGS": Row(
         f"XLA_FLAGS --{_FAST}: not given in {{0}}; true in {{1}}", around=_environment(XLA_FLAGS=f"--{_FAST}=true")
     ),
-    "options of XLA": Row(
+    "XLA options": Row(
         f"compiler_options {_FAST}: false in {{0}}; true in {{1}}",
         both={"compiler_options": {_FAST: False}},
         other={"compiler_options": {_FAST: True}},
@@ -118,7 +118,7 @@ TABLE: dict[str, Row] = {
 
 
 def try_all(process: int, arguments: tuple[Any, ...]) -> list[Told]:
-    """What this process is told, row by row; then where both refuse, and where they order collectives differently."""
+    """Errors of this process for each row, then if both refuse, then if the processes order collectives differently."""
     found: list[Told] = []
     for row in TABLE.values():
         options = {**row.both, **(row.other if process else {})}

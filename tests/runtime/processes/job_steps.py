@@ -1,4 +1,4 @@
-"""A process of a job of two, and steps over the devices of both."""
+"""Helpers for a job of two processes: joining it, and steps over the devices of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ type Told = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class RefusesIn:
-    """Strands, but not in these processes."""
+    """Strand duplication that refuses in the given processes."""
 
     name = "refuses"
     stage = Stage.LOWERED
@@ -41,7 +41,7 @@ class RefusesIn:
 
 
 def join(process: int, port: str, **options: Any) -> None:
-    """Makes this process one of two."""
+    """Joins a job of two processes as number `process`."""
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, **options)
 
 
@@ -59,7 +59,7 @@ def arguments(rows: int = 16) -> tuple[jax.Array, Batch]:
 
 
 def squared_error(w: jax.Array, batch: Batch) -> jax.Array:
-    """A scan over layers, so that there is a forward and a backward loop."""
+    """A scan over layers gives a forward and a backward loop."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x @ w), None
@@ -77,9 +77,9 @@ def decorated(
     """A train step of two micro-batches.
 
     Args:
-      name: of the step.
-      last: what is done to the batch's first array at its end.
-      options: of `strand_interleave`.
+      name: name of the step.
+      last: applied to the first array of the batch at the end of the step.
+      options: options of `strand_interleave`.
     """
 
     def step(w: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -92,7 +92,7 @@ def decorated(
 
 
 def two_collectives(gather_first: bool) -> Callable[[jax.Array], jax.Array]:
-    """Both kinds in a loop over the devices of a mesh of its own, in one order or the other."""
+    """A loop with both kinds of collectives, in one order or the other, over a mesh of two devices."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def gather(x: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def two_collectives(gather_first: bool) -> Callable[[jax.Array], jax.Array]:
 
 @contextlib.contextmanager
 def told(found: list[Told]) -> Iterator[None]:
-    """Adds to `found` what stops this process inside, and the times at which it came and knew."""
+    """Appends the error that stops this process in the block, and the times of entry and of exit, to `found`."""
     came = time.time()
     try:
         yield

@@ -1,4 +1,4 @@
-"""A job of one process agrees with itself; the order of a compiled step's collectives is what two compare."""
+"""A job of one process agrees with itself. Two processes compare the order of a compiled step's collectives."""
 
 from __future__ import annotations
 

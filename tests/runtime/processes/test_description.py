@@ -1,4 +1,4 @@
-"""What of a process must be like that of the others, and what is its own."""
+"""Properties of a process that must equal those of the others, and properties that may differ."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_costs_that_were_found() -> None:
 
 
 def test_costs_that_stand_in_for_those_of_another_gpu() -> None:
-    """No file says that they do."""
+    """A profile file lacks the times of another GPU that stand in for missing ones, so content is described."""
     profile = storage.find("H100", "nvlink")
     assert profile is not None and "alike" in str(profile.sections["default"])
     manager = PassManager([StrandPairing(model=CostModel(profile, "default"))])

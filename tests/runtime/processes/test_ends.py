@@ -1,4 +1,4 @@
-"""One of two processes ends, is killed or does not come: the other one is told who, and ends as well."""
+"""If one of two processes ends, is killed or does not come, the other one is told which, and ends as well."""
 
 from __future__ import annotations
 
@@ -76,4 +76,4 @@ def test_a_process_that_does_not_come_is_named() -> None:
     ((told, came, knew),) = json.loads(second.output)
     assert told == late and knew - came < SECONDS, "who comes too late is told so at once"
     waits = [line for line in first.errors.splitlines() if "waits for process 1" in line]
-    assert waits and "to run step 'of which one is late', for 1 s so far and at most 2" in waits[0]
+    assert waits and "to run step 'of which one is late', for 1 s so far and 2 s at most" in waits[0]

@@ -1,4 +1,4 @@
-"""The launch setting of a process against that of a plan."""
+"""The launch setting of a process, compared with the setting of a plan."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_another_setting_has_the_nearest_and_is_told_so(
     measured: tuple[str, ...], environment: dict[str, str], name: str | None
 ) -> None:
     found, line = nearest(measured, environment)
-    assert found == name and "no times of a process started with" in line and "\n" not in line
+    assert found == name and "no times were measured with" in line and "\n" not in line
 
 
 def test_one_line_says_what_to_set() -> None:
@@ -60,7 +60,7 @@ def test_settings_that_the_plan_does_not_want_are_named() -> None:
 
 
 def test_options_of_the_step_count_as_flags() -> None:
-    """XLA takes them for one program; variables of NCCL and CUDA it cannot take."""
+    """Options of the step may replace XLA's flags, but not the variables of NCCL and CUDA."""
     options = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True, "xla_gpu_enable_command_buffer": ""}
     assert difference(target("copy-engine"), {"NCCL_CTA_POLICY": "2"}, options) is None
     assert difference(target("copy-engine"), {}, options) is not None
@@ -79,7 +79,8 @@ def test_options_of_the_step_count_as_flags() -> None:
         ("--xla_gpu_enable_command_buffer=fusion,custom_call", {}, True),
         ("--xla_gpu_enable_command_buffer=+WHILE", {}, True),
         ("--xla_gpu_enable_command_buffer=-FUSION", {}, True),
-        ("--xla_gpu_enable_command_buffer=-CUSTOM_CALL", {}, True),  # what slices a call's operands may hold it
+        # fusions that slice a call's operands may hold the call
+        ("--xla_gpu_enable_command_buffer=-CUSTOM_CALL", {}, True),
         ("--xla_gpu_enable_command_buffer=-CUSTOM_CALL,-DYNAMIC_SLICE_FUSION,-CONDITIONAL", {}, False),
     ],
 )

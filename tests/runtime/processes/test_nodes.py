@@ -1,4 +1,4 @@
-"""Which devices share a node, and processes that pose as nodes."""
+"""Devices that share a node, and processes that pose as nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def devices(processes: list[int], slices: list[int]) -> list[SimpleNamespace]:
         ([0, 0, 1, 1], [0, 0, 1, 1], 2),
         ([0, 1, 2, 3], [0, 0, 1, 1], 2),  # a process for each GPU
         ([0, 0, 1, 1], [0, 0, 0, 0], 0),  # two processes of one host
-        ([0, 1, 0, 1], [0, 1, 0, 1], 0),  # the mesh takes hosts by turns
+        ([0, 1, 0, 1], [0, 1, 0, 1], 0),  # the mesh alternates between hosts
         ([0, 0, 1], [0, 0, 1], 0),
         ([], [], 0),
     ],

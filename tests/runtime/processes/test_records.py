@@ -1,4 +1,4 @@
-"""The first difference between what processes say of themselves, in words."""
+"""The first difference between the records of processes, in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def entries(**values: str | Mapping[str, str]) -> list[Entry]:
 
 
 def difference(*said: list[Entry]) -> str:
-    """Up to the end of what differs."""
+    """The error message up to the end of the difference; empty if the records agree."""
     hosts = ("a", "b", "c", "c", "c", "c", "c")
     texts = [Said(n, hosts[n], "run step 'f'", records.dumps(record)) for n, record in enumerate(said)]
     try:

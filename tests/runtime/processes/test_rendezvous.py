@@ -1,4 +1,4 @@
-"""Meetings of many processes, here threads around a store in memory: all hear the verdict, or all stop."""
+"""Rendezvous of many processes, here threads around a store in memory: all get the verdict, or all stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY = 12
 
 
 class Store:
-    """As the client of JAX's coordination service."""
+    """A stand-in for the client of JAX's coordination service."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Store:
 
 
 def jobs(count: int = MANY) -> list[Job]:
-    """Of one store, as each process sees it."""
+    """Jobs around one store, as each process sees it."""
     store = Store()
     return [Job(store, tuple(range(count)), own) for own in range(count)]
 
@@ -191,11 +191,11 @@ def test_those_that_do_not_come_are_named(
         8: f"process 4 ({processes[0]._hosts[0]}), process 5, process 6, process 7 and 4 more did",
     }[len(missing)]
     assert {text for n, text in enumerate(found) if n not in missing} == {
-        f"{listed} not come to run step 'f' within 0.6 s. All processes must do so, and all with dhelix: look at the"
-        " log there. DHELIX_AGREEMENT_TIMEOUT=SECONDS waits longer"
+        f"{listed} not come to run step 'f' within 0.6 s. All processes must run the step with dhelix: check the log "
+        "there. DHELIX_AGREEMENT_TIMEOUT=SECONDS waits longer"
     }
     waits = [r.getMessage() for r in caplog.records if "waits for" in r.getMessage()]
-    assert any(f"dhelix: waits for {listed.removesuffix(' did')} to run step 'f', for" in line for line in waits)
+    assert any(f"dhelix: waiting for {listed.removesuffix(' did')} to run step 'f', for" in line for line in waits)
 
 
 def test_one_that_compiles_longer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_one_that_compiles_longer_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
 def test_a_timeout_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.TIMEOUT, value)
-    with pytest.raises(DhelixError, match=f"DHELIX_AGREEMENT_TIMEOUT='{value}': give seconds to wait"):
+    with pytest.raises(DhelixError, match=f"DHELIX_AGREEMENT_TIMEOUT='{value}': give a number of seconds"):
         rendezvous.timeout()
 
 
@@ -243,9 +243,9 @@ def test_a_store_that_is_gone() -> None:
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
 
     job.store.key_value_set = gone
-    with pytest.raises(HostsDisagreeError, match="the other processes cannot be asked .* UNAVAILABLE"):
+    with pytest.raises(HostsDisagreeError, match="cannot ask the other processes .* UNAVAILABLE"):
         job.meet("run step 'f'", "", texts)
-    job.fail("ValueError: no room")  # says so in the log, and raises nothing
+    job.fail("ValueError: no room")  # only logs, and raises nothing
 
 
 def test_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,4 +253,4 @@ def test_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     assert rendezvous.of([0, 1]) is None and not caplog.records, "a program for other machines"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert rendezvous.of([0, 1]) is None
-    assert "started without jax.distributed.initialize()" in caplog.text
+    assert "jax.distributed.initialize() was not called" in caplog.text

@@ -1,7 +1,7 @@
-"""Two processes of a job: whatever differs between them stops both, and what does not lets both go on.
+"""Two processes of a job: each relevant difference between them stops both; without one, both go on.
 
-One pair of processes tries everything that it survives, one thing after the other; those that end have pairs of their
-own.
+One pair of processes tries everything that does not end it, one case after the other. Cases that end processes have
+their own pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dhelix.tests.runtime.processes.disagreements import TABLE
 
 HOST = socket.gethostname()
 NAMES = [f"process {number} ({HOST})" for number in (0, 1)]
-SECONDS = 10.0  # within which all stop after the last one has come
+SECONDS = 10.0  # all processes stop within this time after the last one has come
 
 PROGRAM = """
 import json, os, sys
@@ -128,8 +128,8 @@ def test_other_shapes_stop_both(found: list[dict[str, Any]]) -> None:
     rows = [f"float32[{count},8], float32[{count},8] in {name}" for count, name in zip((8, 24), NAMES, strict=True)]
     assert [process["table"][-1][0] for process in found] == [
         f"HostsDisagreeError: hosts disagree on arguments [1]: {'; '.join(rows)}. They are about to compile another"
-        " program of step 'step', as for arguments of other shapes, and would wait for each other for ever. Give the"
-        " step arguments of the same shapes on every host, of the last batch, too"
+        " program of step 'step', for example for arguments of other shapes and would deadlock. Give the"
+        " step arguments of the same shapes on every host, also for the last batch"
     ] * 2
 
 

@@ -1,4 +1,4 @@
-"""Profiler traces written by hand, in the profiler's own text format, and executions out of them."""
+"""Profiler traces written by hand in the profiler's own text format, and executions made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhelix.runtime.profiling.traces.executions import Execution
 MODULE = "jit_step"
 
 Kernel = tuple[int, float, float, str | None, str | None]
-"""Stream, start and end in microseconds, instruction and module; None: the trace names none."""
+"""Stream, start and end in microseconds, instruction and module; None if the trace names none."""
 
 
 def kernel(stream: int, start: float, end: float, name: str | None, module: str | None = MODULE) -> Kernel:
@@ -22,12 +22,12 @@ def kernel(stream: int, start: float, end: float, name: str | None, module: str 
 
 
 def profile(gpus: Mapping[int, Iterable[Kernel]]) -> trace.Profile:
-    """A trace of GPUs by number; their kernels are called `kernel`, whatever they are for."""
+    """A trace of GPUs by number. All kernels are named `kernel`, whatever they do."""
     return ProfileData.from_serialized_xspace(serialized(gpus))
 
 
 def serialized(gpus: Mapping[int, Iterable[Kernel]], modules: Iterable[HloModule] = ()) -> bytes:
-    """The file of such a trace, which holds these modules as XLA stores them."""
+    """The file of such a trace, which also holds `modules` as XLA stores them."""
     names = '{ key: 1 value { id: 1 name: "hlo_op" } } stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }'
     metadata = f'event_metadata {{ key: 1 value {{ id: 1 name: "kernel" }} }} stat_metadata {names}'
     planes = []
@@ -46,7 +46,7 @@ def serialized(gpus: Mapping[int, Iterable[Kernel]], modules: Iterable[HloModule
 
 
 def _stored(modules: Iterable[HloModule]) -> str:
-    """Descriptions of events that never happen, each with an xla.HloProto, whose first field is the module."""
+    """Metadata of events that never happen. Each holds an xla.HloProto, whose first field is the module."""
     entries = ['stat_metadata { key: 7 value { id: 7 name: "Hlo Proto" } }']
     for number, module in enumerate(modules, 1):
         length = len(proto := module.to_bytes())
@@ -60,5 +60,5 @@ def _stored(modules: Iterable[HloModule]) -> str:
 
 
 def execution(name: str, start: float, end: float, shared: float = 0.0) -> Execution:
-    """Times in microseconds."""
+    """An execution; times are in microseconds."""
     return Execution(name, start * 1e-6, end * 1e-6, shared * 1e-6)

@@ -1,4 +1,4 @@
-"""A scheduled step that is written down: a few long operators, a short one, collectives, and one to refuse."""
+"""A small scheduled step as text: a few long operators, a short one, collectives, and one that is refused."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ ENTRY main {
 """
 
 NAMES = ("gather", "gemm", "doubled", "small", "moved", "scatter")
-"""Of the step's operators, in their order."""
+"""Names of the step's operators, in order."""
 LONG = ("gather", "gemm", "doubled", "moved", "scatter")
 
 keys = partial(key_of, gpus_per_node=4)
 
 
 def module(rows: int = 8192, width: int = 4096) -> HloModule:
-    """With these sizes all operators but `small` take more than 20 us on an H200; `sent` cannot be isolated."""
+    """The step. With these sizes all operators but `small` take over 20 us on an H200; `sent` cannot be isolated."""
     sizes = {"ROWS": rows, "HALF": rows // 2, "QUARTER": rows // 4, "WIDTH": width, "PRODUCT": _PRODUCT}
     text = _STEP
     for name, value in sizes.items():
@@ -84,7 +84,7 @@ def module(rows: int = 8192, width: int = 4096) -> HloModule:
 
 
 def operators(rows: int = 8192, width: int = 4096) -> dict[str, Operator]:
-    """By NAMES."""
+    """The step's operators by name."""
     found, _ = find_operators(module(rows, width), keys)
     return dict(zip(NAMES, found, strict=True))
 

@@ -1,4 +1,4 @@
-"""Collective tables: what is measured, programs that XLA leaves as they are, and what they compute."""
+"""Collective tables: the measured collectives, that XLA does not change their programs, and the programs' results."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_sizes_that_a_group_cannot_share_are_rounded_down() -> None:
 
 
 def test_bad_input_is_explained() -> None:
-    with pytest.raises(DhelixError, match="need two GPUs or more"):
+    with pytest.raises(DhelixError, match="need at least two GPUs"):
         collective_tables.tables(_devices(1, 1))
     with pytest.raises(DhelixError, match=r"no tables for \['broadcast'\]"):
         collective_tables.tables(_devices(1, 2), kinds=["broadcast", "all-gather"])
     for key in (CollectiveKey("all-reduce", 64 * KIB, 8), CollectiveKey("all-reduce", 64 * KIB, 2, 2, 2)):
-        with pytest.raises(DhelixError, match="no room for .*: there are 4 GPUs on each of 1 nodes"):
+        with pytest.raises(DhelixError, match="do not fit: there are 4 GPUs on each of 1 nodes"):
             collective_tables.programs([key], _devices(1, 4), H200)
 
 
@@ -91,7 +91,7 @@ def test_repeats_keep_to_the_budget_and_skip_nothing() -> None:
 @pytest.mark.deviceless
 @pytest.mark.parametrize("shape", ["1x1x4", "1x2x2", "2x1x2"])
 def test_programs_on_gpus_hold_exactly_what_the_keys_say(shape: str) -> None:
-    """In every grouping; `instances` checks kind, bytes, groups and that nothing overlaps."""
+    """In every grouping. `instances` checks kind, bytes and groups, and that nothing overlaps."""
     devices = deviceless.topology("h200", shape).devices
     programs = _programs(devices, sizes=(64 * KIB, 1024**3))
     assert len(programs) == {"1x1x4": 3}.get(shape, 5)
@@ -163,7 +163,7 @@ def test_a_changed_program_is_refused() -> None:
         replace(program, repeats={}).instances(module)
 
     first = next(i for i in module.entry.instructions if instances.get(i.name) == (key, 0))
-    first.proto.metadata.op_name = first.op_name.replace("_0/", "_1/")  # as if one were there twice
+    first.proto.metadata.op_name = first.op_name.replace("_0/", "_1/")  # as if run 1 were there twice
     with pytest.raises(DhelixError, match="run 0 of .* is there 0 times; measure without XLA_FLAGS"):
         program.instances(module)
 
@@ -196,7 +196,7 @@ def test_async_collectives_may_not_overlap() -> None:
 def _first_elements(kind: str, operands: np.ndarray) -> np.ndarray:
     """The first element of each member's result, for operands of shape [members, elements]."""
     size = len(operands)
-    scattered = operands[:, :: operands.shape[1] // size]  # where each member's share begins
+    scattered = operands[:, :: operands.shape[1] // size]  # each member's share begins here
     return {
         "all-gather": np.full(size, operands[0, 0]),
         "reduce-scatter": scattered.sum(0),
@@ -228,7 +228,7 @@ def test_programs_compute_what_the_collectives_should() -> None:
         arguments = program.arguments()
         assert all(np.std(np.asarray(a, np.float32)) > 0.5 for a in arguments)
         tokens = program.lower().compile()(*arguments)
-        # Sums of up to 8 numbers below 1 in bf16, up to 8 times.
+        # bf16 sums of up to 8 numbers below 1, up to 8 times
         np.testing.assert_allclose(np.asarray(tokens), _expected(program, arguments), atol=0.15)
 
 
@@ -237,7 +237,7 @@ def test_time_of_a_run_is_that_of_the_gpu_that_came_last_in_the_slowest_group() 
     gather, broadcast = (CollectiveKey(kind, 1024, 2, groups=2) for kind in ("all-gather", "collective-broadcast"))
     durations = {0: 5.0, 1: 2.0, 2: 3.0, 3: 9.0}
     assert (two.seconds(gather, durations), two.seconds(broadcast, durations)) == (3.0, 9.0)
-    assert two.seconds(gather, {0: 5.0, 1: 2.0}) == 2.0  # a host that sees one group
+    assert two.seconds(gather, {0: 5.0, 1: 2.0}) == 2.0  # a host that sees only one group
 
 
 def test_groups_across_nodes_take_one_gpu_or_more_of_each() -> None:

@@ -1,6 +1,6 @@
-"""Profiling a decorated step in its own process: what is asked of it, what is measured, and what is left as it was.
+"""Profiling a decorated step in its own process: what is requested and measured, and what stays unchanged.
 
-The step is compiled for GPUs that need not exist, or runs on CPU; times come from a measurer of the test's own.
+The step is compiled for GPUs that need not exist, or runs on CPU. A fake measurer provides the times.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WHERE = Provenance("NVIDIA H200", 2, "2026-01-31", nccl="2.28.9", jax=jax.__vers
 
 
 class Measurer:
-    """Everything takes 100 us; remembers what it was asked for."""
+    """A fake measurer: everything takes 100 us. Records the requested items."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self.patience = 10**6  # items until it is interrupted
+        self.patience = 10**6  # items until an interrupt
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
         if len(self.items) + len(items) > self.patience:
@@ -50,7 +50,7 @@ class Measurer:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Turns sines into cosines, so that the step has something to be marked for."""
+    """Turns sines into cosines, so that the step changes and its module gets a marked name."""
 
     name: ClassVar[str] = "cosine"
     stage: ClassVar[Stage] = Stage.LOWERED
@@ -63,7 +63,7 @@ class Cosine:
 
 @pytest.fixture
 def measurer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Measurer]:
-    """In place of this process's GPUs, which are two H200s now."""
+    """Replaces this process's GPUs by two H200s with a fake measurer."""
     fake = Measurer()
     monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -74,9 +74,9 @@ def measurer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Measur
 
 @pytest.fixture(scope="module")
 def gpu_step() -> tuple[InterleavedStep, tuple[Any, ...]]:
-    """A step of two strands for two GPUs, and arguments without values."""
+    """A step of two strands for two GPUs, and abstract arguments."""
 
-    limit = 1 << 40  # two strands of a step as small as this need more than the plain one and 3 %
+    limit = 1 << 40  # two strands of so small a step need more than the plain one plus 3 %
     options = dict(deviceless.COMPILER_OPTIONS)
     return steps.of_two_layers(deviceless.mesh({"dp": 2}), memory_limit=limit, compiler_options=options)
 
@@ -89,7 +89,7 @@ def cpu_step(**options: Any) -> InterleavedStep:
     return train_step
 
 
-# ---- which process this is
+# ---- launch setting of the process
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -126,7 +126,7 @@ def test_options_of_the_step_count_more_than_flags() -> None:
     [
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "XLA_FLAGS": "--xla_gpu_enable_nccl_user_buffers=true"},
         {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
-        {"XLA_FLAGS": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"},  # but no copy engines
+        {"XLA_FLAGS": "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"},  # without copy engines
     ],
 )
 def test_what_no_setting_describes_is_refused(environment: dict[str, str]) -> None:
@@ -145,7 +145,7 @@ def test_link() -> None:
 
 
 def test_without_a_gpu_it_is_refused() -> None:
-    with pytest.raises(DhelixError, match="needs GPUs, and this process runs on cpu"):
+    with pytest.raises(DhelixError, match="needs GPUs, but this process runs on cpu"):
         in_process.this_process()
 
 
@@ -232,7 +232,7 @@ def test_the_step_is_traced_without_passes_of_the_compiler_and_keeps_its_argumen
     step = cpu_step(passes=[Cosine()])
     state, batch = jnp.zeros((64, 64)), jnp.ones((64, 64))
     step.profile(state, batch, progress=False)
-    step.profile(state, batch, progress=False)  # is complete
+    step.profile(state, batch, progress=False)  # already complete
     (traced,) = ran
     assert "cosine" in traced.as_text() and "@jit_train_step " in traced.as_text()
     assert "@jit_train_step__dhelix" in step.lower(state, batch).as_text()
@@ -262,7 +262,7 @@ def test_the_file_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_of_other_hardware_is_left_alone(measurer: Measurer, tmp_path: Path) -> None:
     out = tmp_path / "a100.json"
     storage.save(Profile("A100", "nvlink"), out)
-    with pytest.raises(DhelixError, match="holds a profile of A100 with link nvlink, and this one is of H200"):
+    with pytest.raises(DhelixError, match="holds a profile of A100 with link nvlink, but this one is for H200"):
         cpu_step(passes=[]).profile(jnp.zeros((8, 8)), jnp.zeros((8, 8)), out=out, progress=False)
     assert storage.load(out) == Profile("A100", "nvlink") and not measurer.items
 

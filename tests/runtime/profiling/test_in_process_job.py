@@ -1,4 +1,4 @@
-"""A step is profiled by all processes of a job together, here two on CPU with a measurer of the test's own."""
+"""All processes of a job profile a step together; here two on CPU with a fake measurer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring operators and pairs: what a trace's executions mean, and what is done when a program does not run.
+"""Measuring operators and pairs: the meaning of a trace's executions, and what happens if a program does not run.
 
 GPUs, executables and traces are stand-ins; the arrays are real, on CPU devices.
 """
@@ -40,11 +40,11 @@ OPERATORS = small_step.operators(rows=4, width=64)
 GATHER, GEMM, DOUBLED, SMALL, MOVED, SCATTER = (OPERATORS[name] for name in small_step.NAMES)
 
 
-# What executions mean
+# Meaning of executions
 
 
 def ran(item: int, side: str, start: float, end: float, repeat: int = 0) -> Execution:
-    """Times in microseconds."""
+    """An execution of an instance; times are in microseconds."""
     return execution(instance_name(item, side, repeat), start, end)
 
 
@@ -121,7 +121,7 @@ def test_a_pair_with_one_side_is_no_sample() -> None:
     assert samples_of([[]], [Item(GEMM)]) == {}
 
 
-# What is filled in
+# Contents of buffers
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_a_type_that_numpy_does_not_have_is_said(mesh: Mesh) -> None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """As much of a device as a measurer wants to see."""
+    """The attributes of a device that a measurer reads."""
 
     id: int
     platform: str = "gpu"
@@ -178,12 +178,12 @@ class Gpu:
 
 
 class Machine:
-    """Compiles, runs and traces in place of GPUs; an instance of item n takes n + 1 microseconds.
+    """Compiles, runs and traces in place of GPUs. An instance of item n takes n + 1 microseconds.
 
     Attributes:
-      programs: those that ran, in order; the second, traced execution of each counts.
-      arguments: of each.
-      refuses: says why a program does not run, or None.
+      programs: the programs that ran, in order; only the second, traced execution of each counts.
+      arguments: the arguments of each program.
+      refuses: returns the error with which a program fails, or None.
     """
 
     def __init__(self) -> None:
@@ -234,12 +234,12 @@ def measurer(gpus: int = 4, memory_bytes: int | None = None, marks: bool = False
 
 
 def alone(outcomes: Sequence[Outcome]) -> list[Any]:
-    """Microseconds of each sample, or the reason for there being none."""
+    """Microseconds of each sample, or the reason why there is none."""
     return [o if isinstance(o, str) else [pytest.approx(s.seconds * 1e6, rel=1e-3) for s in o] for o in outcomes]
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    with pytest.raises(DhelixError, match="measuring needs GPUs; jax.devices.. has none"):
+    with pytest.raises(DhelixError, match="measuring needs GPUs, but jax.devices.. has none"):
         GpuMeasurer()
 
 
@@ -314,7 +314,9 @@ def test_what_failed_keeps_no_memory_while_its_halves_run(machine: Machine) -> N
 
 def test_a_gpu_that_breaks_down_is_no_failure_of_the_items(machine: Machine) -> None:
     machine.refuses = lambda program: jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal")
-    with pytest.raises(DhelixError, match="a GPU broke down while 2 operators and pairs ran; run it again .*ILLEGAL"):
+    with pytest.raises(
+        DhelixError, match="a GPU failed while 2 operators and pairs ran; run the command again .*ILLEGAL"
+    ):
         measurer().measure([Item(GEMM), Item(MOVED)], 1)
 
 
@@ -348,7 +350,7 @@ def test_arguments_of_other_programs_give_way_when_memory_is_short(machine: Mach
     of_gpus = measurer(memory_bytes=wide)
     of_gpus.measure([Item(GEMM)], 1)
     kept = [weakref.ref(a) for a in machine.arguments.pop()]
-    of_gpus.measure([Item(SMALL)], 1)  # small enough to stand beside
+    of_gpus.measure([Item(SMALL)], 1)  # small enough to fit in addition
     assert sum(ref() is not None for ref in kept) == len(kept)
     of_gpus.measure([Item(small_step.operators(rows=36, width=96)["moved"])], 1)
     gc.collect()
@@ -360,7 +362,7 @@ def test_arguments_of_other_programs_give_way_when_memory_is_short(machine: Mach
 
 @pytest.fixture(scope="module")
 def paper_mesh() -> Mesh:
-    """GPUs that exist on paper."""
+    """A mesh of GPUs that need not exist."""
     return deviceless.mesh({"gpus": 4})
 
 
@@ -385,12 +387,12 @@ def attention(paper_mesh: Mesh) -> tuple[Operator, ...]:
 
 @pytest.fixture
 def hooks() -> Sequence[object]:
-    """Who wants modules of a compilation."""
+    """Temporary hooks that get the modules of a compilation."""
     return registration._temporary
 
 
 def instances(compiled: jax.stages.Compiled) -> set[tuple[int, str]]:
-    """Items and sides of what runs."""
+    """Items and sides of the instances in the compiled program."""
     module = lowering.compiled_module(compiled)
     found = (parse_name(i.name) for i in module.schedule[module.entry])
     return {parsed[:2] for parsed in found if parsed is not None}

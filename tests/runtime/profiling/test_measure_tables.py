@@ -1,4 +1,4 @@
-"""Times of collectives out of traces that are written down; programs stand for groups of CPU devices."""
+"""Times of collectives from hand-written traces; the programs are for groups of CPU devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def program(*keys: CollectiveKey) -> TableProgram:
 
 
 def times(gpus: Gpus, *keys: CollectiveKey) -> dict[CollectiveKey, Any]:
-    """Microseconds. Runs are called `run <number of the key> <repeat>`, and marks before them `mark ...`."""
+    """Times in microseconds. Executions are named `run <number of the key> <repeat>`, and their marks `mark ...`."""
     runs = [(key, number, repeat) for number, key in enumerate(keys) for repeat in range(3)]
     where = {f"{kind} {n} {repeat}": (key, repeat) for key, n, repeat in runs for kind in ("run", "start")}
     marks = {f"mark {n} {repeat}": (key, repeat) for key, n, repeat in runs}
@@ -39,7 +39,7 @@ def times(gpus: Gpus, *keys: CollectiveKey) -> dict[CollectiveKey, Any]:
 
 
 def ran(repeat: int, microseconds: float, name: str = "run", number: int = 0) -> list[Execution]:
-    """A mark, and after it an execution; without a name if that is empty."""
+    """A mark and the execution after it, which has no name if `name` is empty."""
     start = 1000.0 * (3 * number + repeat)
     return [
         execution(f"mark {number} {repeat}", start, start + 5),

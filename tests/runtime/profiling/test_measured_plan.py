@@ -1,4 +1,4 @@
-"""Predictions of a plan beside what its segments took; executions come from the evaluator, iteration by iteration."""
+"""Predictions of a plan next to the measured times of its segments. The evaluator makes the executions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +51,7 @@ def planned() -> tuple[Plan, HloModule]:
 
 
 def executions(module: HloModule, iterations: int, stretched: float = 1.0) -> list[Execution]:
-    """The schedule again and again, each time as the evaluator plays it, in a time that is `stretched`."""
+    """Executions of several iterations as the evaluator predicts them; all times are multiplied by `stretched`."""
     timeline = evaluate(module.schedule[module.entry], MODEL.costs())
     return [
         Execution(
@@ -69,7 +69,7 @@ def test_a_step_that_runs_as_predicted_is_measured_so(planned: tuple[Plan, HloMo
     measured = [s.measured_us for s in body.segments]
     assert all(m is not None for m in measured)
     assert sum(m or 0.0 for m in measured) == pytest.approx(1.5 * body.predicted_us, rel=0.01)
-    for segment in body.segments[:-1]:  # launches come before starts, by what runs at that moment
+    for segment in body.segments[:-1]:  # launches come before starts, by the time that the running operators take
         assert segment.measured_us == pytest.approx(1.5 * segment.predicted_us, rel=0.1)
     assert body.order == plan.bodies[0].order
 
@@ -118,7 +118,7 @@ def test_another_program_is_refused(planned: tuple[Plan, HloModule]) -> None:
 def recorded(
     folder: Path, modules: Sequence[HloModule], ran: HloModule, gpu: int = 0, renamed: str | None = None
 ) -> Path:
-    """A trace of three steps of `ran`, one and a half times as long as predicted, on two streams."""
+    """A trace of three steps of `ran`, which take 1.5 times as long as predicted, on two streams."""
     found = executions(ran, 3, stretched=1.5)
     kernels = [
         traces.kernel(1 + ("start" in e.name), 1e6 * e.start, 1e6 * e.end, renamed or e.name, ran.name) for e in found
@@ -151,7 +151,9 @@ def test_of_programs_of_one_name_the_one_that_ran_counts(planned: tuple[Plan, Hl
 def test_traces_that_say_nothing_of_the_plan(planned: tuple[Plan, HloModule], tmp_path: Path) -> None:
     plan, module = planned
     other = HloModule.from_text("HloModule other, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
-    with pytest.raises(DhelixError, match="no program of the trace has the bodies .* it holds other"):
+    with pytest.raises(
+        DhelixError, match="no program in the trace has the plan's loop bodies .* the trace holds other"
+    ):
         of_trace(plan, recorded(tmp_path / "a", [other], module))
     with pytest.raises(DhelixError, match="xla_gpu_enable_command_buffer="):
         of_trace(plan, recorded(tmp_path / "b", [module], module, renamed="command_buffer"))

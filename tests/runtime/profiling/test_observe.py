@@ -1,4 +1,4 @@
-"""A step is run for its trace, on CPU here, and its operators get their times from it; the trace is a stand-in."""
+"""A step runs for its trace, here on CPU, and the trace gives its operators their times. The trace is a stand-in."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def test_the_traced_step_hides_no_communication(step: Step) -> None:
 def test_a_step_without_kernels_in_the_trace_is_left_as_it_is(
     lowered: jax.stages.Lowered, step: Step, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(2):  # and it is said once
+    for _ in range(2):  # logged only once
         assert observe.observe(step, lowered, arguments()) is step
     (record,) = [r for r in caplog.records if "was not traced" in r.getMessage()]
     assert "the trace has no kernels of jit_train_step" in record.getMessage()
-    assert "its operators are run alone" in record.getMessage()
+    assert "so its operators run alone" in record.getMessage()
 
 
 @pytest.mark.parametrize(

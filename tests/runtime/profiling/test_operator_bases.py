@@ -1,4 +1,4 @@
-"""The operator bases compile for H200s that need not exist, each to the kernels that it is named for."""
+"""The operator bases compile for H200s that need not exist, each to the kernels that its name says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = dataclasses.replace(LLAMA_8B, name="small", hidden=256, ffn=512, heads=8
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledBases:
-    """On two nodes of two GPUs: communication inside nodes and across them differ."""
+    """Compiled for two nodes of two GPUs, so that communication inside nodes and across them differs."""
     mesh = deviceless.mesh({"node": 2, "tp": 2})
     return compile_bases(ALL, mesh, "tp", "node", deviceless.COMPILER_OPTIONS)
 
@@ -78,7 +78,8 @@ def test_libraries_do_products_and_attention(compiled: CompiledBases, name: str,
         ("llama-8b attention", 2 * 2 * 8 * 8192 * 8192 * 128 / 2),
         ("llama-25b attention-backward", 2 * 5 * 16 * 8192 * 8192 * 128 / 2),
         ("phi-moe grouped-gemm", 2 * 16384 * 4096 * 6400),
-        ("phi-moe ragged-dot", 4 * 2 * 16384 * 4096 * 6400),  # masked: every row by every expert of the GPU
+        # masked: every row is multiplied with every expert of the GPU
+        ("phi-moe ragged-dot", 4 * 2 * 16384 * 4096 * 6400),
     ],
 )
 def test_operations(compiled: CompiledBases, name: str, flops: float) -> None:

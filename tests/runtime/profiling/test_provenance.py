@@ -1,4 +1,4 @@
-"""What a profile was measured on, with a stand-in for nvidia-smi."""
+"""Provenance of a profile: hardware and versions, with a stand-in for nvidia-smi."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhelix.runtime.profiling.provenance import provenance
 
 
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None, status: int = 0) -> Provenance:
-    """With an nvidia-smi that prints `output`; None: there is none."""
+    """The provenance with an nvidia-smi that prints `output`; None: there is no nvidia-smi."""
     if output is not None:
         program = tmp_path / "nvidia-smi"
         program.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")

@@ -1,4 +1,4 @@
-"""What a profile lacks of a step, and measuring just that: times come from a measurer of the test's own."""
+"""Measurements that a profile lacks for a step, and sessions that add only these, with a fake measurer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ type Names = tuple[str, ...]
 
 
 class Measurer:
-    """Operators take the microseconds that `times` says, pairs as long as the longer side and a bit.
+    """A fake measurer. Operators take `times` microseconds, pairs 1.1 times as long as their longer side.
 
     Attributes:
-      asked: names of the operators of each item, in order, the sides of pairs alone left out.
-      calls: how many there were; `programs`: names of the operators of each.
-      fails: why an item has no time.
-      before: called before each call counts.
+      asked: names of the operators of each item, in order; not of sides that are measured alone next to pairs.
+      calls: number of calls; `programs` has the names of the operators of each call.
+      fails: returns the reason why an item has no time, or None.
+      before: called at the beginning of each call.
     """
 
     def __init__(self, **times: float) -> None:
@@ -69,7 +69,7 @@ class Measurer:
 
 
 class Run:
-    """A session with all that a test looks at."""
+    """A session, and records of everything that a test checks."""
 
     def __init__(self, measurer: Measurer | None = None, profile: Profile = EMPTY, **options: Any) -> None:
         self.measurer = measurer or Measurer()
@@ -84,7 +84,7 @@ class Run:
 
 
 def names(item: Item | PairKey) -> Names:
-    """Of the operators in an item or a pair."""
+    """Names of the operators in an item or a pair."""
     found = [o.key for o in item.operators] if isinstance(item, Item) else [item.first, item.second]
     return tuple(name for wanted in found for name, key in KEYS.items() if key == wanted)
 
@@ -141,7 +141,7 @@ def test_only_what_is_missing_is_measured() -> None:
 
 
 def test_times_of_a_trace_are_taken_but_for_those_of_its_clock() -> None:
-    """A product is run alone, since the step's clock is no other's; where that fails the trace's time counts."""
+    """A product runs alone, because the clock of the traced step differs. If that fails, the trace's time counts."""
     traced = {KEYS["gemm"]: Timing(7e-5, 1e-6, 8, "trace"), KEYS["gather"]: Timing(1e-5, source="trace")}
     step = Step(MODULE, traced=traced, gap_seconds=2e-6)
     run = Run()
@@ -150,7 +150,8 @@ def test_times_of_a_trace_are_taken_but_for_those_of_its_clock() -> None:
     assert section.solo(KEYS["gemm"]) == Timing(pytest.approx(101e-6), 0.0, of_session.BURST_REPEATS)  # type: ignore
     assert section.solo(KEYS["gather"]) == traced[KEYS["gather"]]
     assert section.gap_seconds == 2e-6
-    assert not any("gather" in pair for pair in pairs(run.measurer.asked))  # too short, says the trace
+    # too short for pairs, according to the trace
+    assert not any("gather" in pair for pair in pairs(run.measurer.asked))
     broken = Run()
     broken.measurer.fails = lambda named: "it does not run" if named == ("gemm",) else None
     assert broken.run(step).solo(KEYS["gemm"]) == traced[KEYS["gemm"]]
@@ -268,7 +269,7 @@ def test_what_was_measured_is_saved_batch_by_batch(monkeypatch: pytest.MonkeyPat
     run = Run()
     run.run()
     known = [len(p.section("default").operators) + len(p.section("default").collectives) for p in run.saved[:3]]
-    assert known == [0, 4, 5]  # first what is refused
+    assert known == [0, 4, 5]  # what is refused comes first
     assert [(done, what) for done, _, what in run.told[:4]] == [
         (0, "operators alone"),
         (4, "operators alone"),
@@ -348,5 +349,5 @@ def test_again_chooses_pairs_by_the_new_times() -> None:
 def test_bad_input_is_explained() -> None:
     with pytest.raises(DhelixError, match="no launch setting 'fast'; there are default, "):
         Session(EMPTY, "fast", None, H200)
-    with pytest.raises(DhelixError, match="nothing to measure with"):
+    with pytest.raises(DhelixError, match="cannot measure"):
         Session(EMPTY, "default", None, H200).run(Step(MODULE), lambda *what: None, lambda profile: None)

@@ -1,4 +1,4 @@
-"""For tests of `value_and_grad`: gradient functions over micro-batches, and what it means that they are JAX's."""
+"""For tests of `value_and_grad`: gradient functions over micro-batches, and comparisons with JAX's results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mean_square(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def split(function: Callable[..., Any], microbatches: int = 4, reduce: str = "mean") -> Any:
-    """`function` jitted, its value_and_grad calls looping over micro-batches."""
+    """`function` jitted; its value_and_grad calls loop over micro-batches."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         with microbatching(microbatches, reduce):
@@ -33,7 +33,7 @@ def split(function: Callable[..., Any], microbatches: int = 4, reduce: str = "me
 
 
 def assert_same_types(expected: Any, actual: Any) -> None:
-    """Of all leaves of two results of jitted functions."""
+    """Asserts that all leaves of two results of jitted functions have equal types."""
     assert jax.tree.structure(expected) == jax.tree.structure(actual)
     for (path, want), got in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
         name = jax.tree_util.keystr(path)
@@ -42,8 +42,11 @@ def assert_same_types(expected: Any, actual: Any) -> None:
 
 
 def assert_close(expected: Any, actual: Any, tolerance: float = 1e-6, terms: float = 0.0) -> None:
-    """The same types, and numbers that differ by at most `tolerance` on the scale of each leaf's largest magnitude,
-    or of `terms`, the magnitude of what is added up: a sum of terms that cancel has no scale of its own."""
+    """Asserts equal types, and numbers that differ by at most `tolerance` times a scale.
+
+    The scale is each leaf's largest magnitude, or `terms` if that is larger. `terms` is the magnitude of the summed
+    terms, because a sum of terms that cancel has no scale of its own.
+    """
     assert_same_types(expected, actual)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         if want.dtype != jax.dtypes.float0:

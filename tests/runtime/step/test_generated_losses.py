@@ -1,6 +1,6 @@
-"""Generated loss functions: `value_and_grad` over micro-batches gives what `jax.value_and_grad` gives for the batch.
+"""Generated loss functions: `value_and_grad` over micro-batches equals `jax.value_and_grad` of the whole batch.
 
-What is asserted, for every program: the structure of the result; types of all leaves, weak ones too; numbers, within a
+Each program is checked for: the structure of the result; types of all leaves, including weak ones; numbers, within a
 few roundings on the scale of the gradients. StableHLO's reference interpreter runs both programs, without a compiler.
 """
 
@@ -24,14 +24,14 @@ from jax import lax
 from dhelix.runtime.step.microbatches.value_and_grad import microbatching, value_and_grad
 from dhelix.tests.passes.interpreter import interpret
 
-PROGRAMS = 50  # of each family, all different
+PROGRAMS = 50  # different programs per family
 FAMILIES = {
     "float32": ("float32",), "half": ("bfloat16", "float16"), "complex": ("complex64", "holomorphic"),
     "float8": ("float8_e4m3fn", "float8_e5m2"),
 }  # fmt: skip
 WIDTH, DEPTH = 3, 2
 
-# Of parameters, and the largest difference in units of the largest gradient, or that many units of the sum's own.
+# Parameter types, and the largest difference relative to the largest gradient (at least 0.05).
 DTYPES = {
     "float32": 2e-5, "bfloat16": 0.06, "float16": 0.01, "complex64": 2e-5, "holomorphic": 2e-5,
     "float8_e4m3fn": 0.3, "float8_e5m2": 0.3,
@@ -51,9 +51,9 @@ class Program:
     """A loss function and a call of it.
 
     Attributes:
-      rows: of one micro-batch.
-      extras: arguments beside parameters and batch.
-      order: which arguments come first: a seed.
+      rows: rows of one micro-batch.
+      extras: arguments in addition to parameters and batch.
+      order: seed for the order of the arguments.
       keywords: arguments that are passed by keyword.
     """
 
@@ -78,10 +78,10 @@ class Program:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of all arguments, those by position first."""
+        """Names of all arguments, positional ones first."""
         names = ["params", *self.batch_names, *self.extras]
         np.random.RandomState(self.order).shuffle(names)
-        return sorted(names, key=lambda name: name in self.keywords)  # keeps the order but for that
+        return sorted(names, key=lambda name: name in self.keywords)  # a stable sort keeps the order otherwise
 
     @property
     def positional(self) -> list[str]:
@@ -149,7 +149,7 @@ def weights_and_scale(params: Any) -> tuple[Any, Any]:
 
 
 def arguments(program: Program) -> dict[str, Any]:
-    """Arrays of the whole batch, by name."""
+    """Arguments by name, with the arrays of the whole batch."""
     rows, dtype = program.rows * program.microbatches, "complex64" if program.dtype == "holomorphic" else "float32"
     x, y = _random(3, rows, WIDTH, dtype=dtype).at[0, 0].set(1), _random(4, rows, WIDTH, dtype=dtype)
     batches = {
@@ -157,7 +157,7 @@ def arguments(program: Program) -> dict[str, Any]:
         "two arguments": {"x": x, "y": y}, "tokens": {"batch": {"x": x, "token": jnp.arange(rows, dtype=jnp.int8)}},
     }  # fmt: skip
     bias = _random(5, WIDTH, dtype="complex64" if program.dtype == "holomorphic" else "float32")
-    # As many rows as the batch, and no part of it.
+    # These have as many rows as the batch, but are no part of it.
     extras = {"frozen": _random(6, rows, WIDTH), "key": jax.random.key(7), "activation": None, "bias": bias}
     given = {"params": parameters(program), **batches[program.batch], **extras}
     return {name: given[name] for name in program.names}
@@ -198,7 +198,7 @@ def loss(program: Program, given: dict[str, Any]) -> Any:
     def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return activation(lax.dot(h, w)), None
 
-    if "key" in given:  # changes nothing, whatever it is
+    if "key" in given:  # changes nothing, for any key
         h = h * (jax.random.key_data(given["key"])[0] >= 0).astype(wide)
     if program.layers in ("one", "unrolled"):
         for index in range(1 if program.layers == "one" else DEPTH):
@@ -247,7 +247,7 @@ def auxiliary(program: Program, given: dict[str, Any], h: jax.Array, scale: Any)
 
 
 def callable_of(program: Program) -> Callable[..., Any]:
-    """The loss function, which names its parameters as the program does."""
+    """The loss function, with the program's parameter names in its signature."""
     named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in program.names]
     first = inspect.Parameter("first", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -292,7 +292,7 @@ def jax_options(program: Program) -> dict[str, Any]:
 
 
 def our_options(program: Program) -> dict[str, Any]:
-    """How batch and keys are named; by name where they are not passed by position, or by nothing where that will do."""
+    """Options that name batch and keys: by position if possible, otherwise by name, or not at all if that suffices."""
     count, options = len(program.positional), {}
     for prefix, names in (("batch", program.batch_names), ("rng", [name for name in program.extras if name == "key"])):
         by_name = program.naming == "names" or not set(names) <= set(program.positional)
@@ -329,7 +329,7 @@ def check(program: Program) -> None:
     ours = value_and_grad(callable_of(program), **options, **our_options(program))
 
     def both() -> list[list[jax.Array]]:
-        """All is made inside, and comes out in parts of float32: the interpreter reads and prints few types."""
+        """Makes all inputs inside, and returns parts in float32, because the interpreter supports few types."""
         want, got = call(program, plain, 1), call(program, ours, program.microbatches)
         assert jax.tree.structure(want) == jax.tree.structure(got)
         assert [_type(x) for x in jax.tree.leaves(want)] == [_type(x) for x in jax.tree.leaves(got)]
@@ -356,7 +356,7 @@ def _parts(tree: Any) -> list[jax.Array]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_jax_value_and_grad_of_the_whole_batch(family: str) -> None:
     checked: set[Program] = set()
-    failed: list[Program] = []  # from the first one on hypothesis shrinks, and all that it tries is checked
+    failed: list[Program] = []  # after the first failure hypothesis shrinks, and checks everything that it tries
 
     @hypothesis.settings(max_examples=PROGRAMS + 15, suppress_health_check=(hypothesis.HealthCheck.too_slow,))
     @hypothesis.given(drawn(family))

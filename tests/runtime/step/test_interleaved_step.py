@@ -1,4 +1,4 @@
-"""What JAX and Python do to the result of `jax.jit`, done to a decorated step."""
+"""Operations of JAX and Python on the result of `jax.jit`, applied to a decorated step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 @strand_interleave(microbatches=4, passes=[])
 def sgd(w: jax.Array, data: Any) -> tuple[jax.Array, jax.Array]:
-    """One step."""
+    """One step of SGD."""
     loss, gradients = value_and_grad(squared_error)(w, data)
     return w - gradients, loss
 
@@ -121,7 +121,7 @@ def test_methods_and_callable_objects() -> None:
 
 
 def test_shardings_that_lay_an_array_out_alike_are_one_program() -> None:
-    """Results are told without mesh axes of one device."""
+    """JAX reports shardings of results without mesh axes of one device, so the keys leave them out, too."""
     mesh = jax.make_mesh((2, 1), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def place(*spec: str | None) -> object:

@@ -1,4 +1,4 @@
-"""What a type checker knows of `strand_interleave`: its options are those that it takes, and steps keep their types."""
+"""A type checker knows the options of `strand_interleave` exactly, and steps keep their types."""
 
 import dataclasses
 import inspect
@@ -71,25 +71,25 @@ def test_a_strict_checker_refuses_what_is_no_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": "fast"}, "schedule='fast' means nothing; take one of dp, list"),
+        ({"schedule": "fast"}, "schedule='fast' is unknown; use one of dp, list"),
         ({"memory_limit": -1}, "memory_limit=-1"),
         ({"memory_limit": "60"}, "memory_limit='60': give bytes as a number, or with a unit"),
         ({"plan": "no-such-file.json"}, "cannot be read"),
         ({"profile": "no-such-file.json"}, "cannot be read"),
-        ({"shedule": "dp"}, "'shedule' is an option of neither strand_interleave nor jax.jit"),
+        ({"shedule": "dp"}, "'shedule' is not an option of strand_interleave or jax.jit"),
         ({"passes": 3}, "passes=3: give a list of passes"),
         ({"passes": ["strand-pairing"]}, "give a list of passes"),
         ({"disable": 3}, "disable=3: give names of passes"),
         ({"disable": [object]}, "give names of passes"),
-        ({"plan": PLAN, "passes": []}, "leave out one"),
+        ({"plan": PLAN, "passes": []}, "leave out plan= or passes="),
         ({"passes": [], "memory_limit": 5}, "give it to a pass"),
-        ({"schedule": "xla", "memory_limit": 5}, "take another schedule"),
-        ({"max_in_flight": 0}, "max_in_flight=0: give how many collectives"),
-        ({"schedule": "xla", "max_in_flight": 1}, "take another schedule"),
+        ({"schedule": "xla", "memory_limit": 5}, "use another schedule"),
+        ({"max_in_flight": 0}, "max_in_flight=0: give a whole number of collectives"),
+        ({"schedule": "xla", "max_in_flight": 1}, "use another schedule"),
         ({"passes": [], "max_in_flight": 1}, "give it to a pass"),
         ({"plan": PLAN, "max_in_flight": 1}, "plan with --max_in_flight"),
-        ({"skew": -1}, "skew=-1: give how many layers"),
-        ({"schedule": "intra_batch", "skew": 1}, "keeps no strands apart"),
+        ({"skew": -1}, "skew=-1: give a whole number of layers"),
+        ({"schedule": "intra_batch", "skew": 1}, "has no skew"),
         ({"passes": [], "skew": 1}, "add StrandSkew and StrandEnds"),
         ({"plan": PLAN, "skew": 1}, "plan with --skew"),
         ({"pipeline": Fold(2, 4), "microbatches": 4, "skew": 1}, "by its own schedule"),
@@ -114,5 +114,5 @@ def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
     ids=str,
 )
 def test_intra_batch_comes_with_collective_matmuls(options: dict[str, Any], form: str) -> None:
-    """Unless the user says otherwise, or a plan or passes run in place of the schedule."""
+    """Unless the user says otherwise, or a plan or passes replace the schedule."""
     assert StepOptions(**options).matmuls == form

@@ -1,4 +1,4 @@
-"""What a step is compiled as where its plan or its memory limit does not hold: on GPUs that need not exist."""
+"""Compilation of a step whose plan or memory limit does not fit, on GPUs that need not exist."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ from dhelix.tests.runtime import steps
 
 CONFIG: LlamaConfig = preset(
     "llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048
-)  # with 4 MiB in a reduce-scatter, which is enough to decompose it
+)  # a reduce-scatter has 4 MiB, which is enough to decompose it
 FOREIGN = Plan(
     "another step",
     PlanTarget.of("H200", "nvlink", "default"),
@@ -46,7 +46,7 @@ def training() -> Training:
 
 
 def decorated(training: Training, **options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
-    """The step for these GPUs, and what to call it with."""
+    """The step for these GPUs, and abstract arguments."""
     compiler_options = dict(deviceless.COMPILER_OPTIONS)
     step = strand_interleave(training.train_step, donate_argnums=0, compiler_options=compiler_options, **options)
     return step, (training.abstract_state(), training.abstract_batch(3 * training.mesh.shape["dp"]))
@@ -62,7 +62,7 @@ def opcodes(program: jax.stages.Compiled) -> set[str]:
 
 @pytest.mark.deviceless
 def test_nothing_is_left_of_a_refused_plan(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    """Its all-to-alls were made before it was refused; the strands stay, in XLA's order."""
+    """Its all-to-alls were made before the refusal, so the step is compiled again. The strands stay, in XLA's order."""
     step, arguments = decorated(training, plan=FOREIGN)
     found = compiled(step, arguments)
     assert "reduce-scatter" in opcodes(found) and "all-to-all" not in opcodes(found)
@@ -70,7 +70,9 @@ def test_nothing_is_left_of_a_refused_plan(training: Training, caplog: pytest.Lo
     assert report["strand-duplication"].outcome == CHANGED
     assert report["planned-order"].outcome == REFUSED
     assert "the plan is for another program" in str(report["planned-order"].notes[-1])
-    said = [r.getMessage() for r in caplog.records if "compiled again without what it puts" in r.getMessage()]
+    said = [
+        r.getMessage() for r in caplog.records if "compiled again without the plan's replacements" in r.getMessage()
+    ]
     assert len(said) == 1
 
 
@@ -82,7 +84,7 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
 
 
 def greedy(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
-    """A step that needs more as two strands than plain: replicas, and nothing keeps their gradients in one place."""
+    """A step that needs more memory with two strands, because no pass keeps the gradients of replicas in one place."""
     compiler_options = dict(deviceless.COMPILER_OPTIONS)
     return steps.of_two_layers(
         deviceless.mesh({"dp": 2}), compiler_options=compiler_options, disable=("replica-sums",), **options
@@ -96,7 +98,7 @@ def is_interleaved(program: jax.stages.Compiled) -> bool:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog: pytest.LogCaptureFixture) -> None:
-    """And as strands with the limit that was said, and within it."""
+    """With the limit that the message gives, it runs as two strands and stays within the limit."""
     step, arguments = greedy(schedule="dp", profile=None)
     plain = compiled(step, arguments)
     assert not is_interleaved(plain)
@@ -117,7 +119,7 @@ def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog:
     step, arguments = decorated(training, memory_limit=1000)
     assert not is_interleaved(compiled(step, arguments))
     (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
-    assert "more than 1,000 B, arguments and all; the smallest limit that would do is memory_limit=" in said
+    assert "more than 1,000 B, arguments included; the smallest sufficient limit is memory_limit=" in said
     step, arguments = decorated(training, memory_limit=1000, strict=True)
     with pytest.raises(DhelixError, match="the smallest needs"):
         compiled(step, arguments)

@@ -1,4 +1,4 @@
-"""Which passes a step goes through: by schedule, profile, plan and the GPUs that it is lowered for."""
+"""The passes of a step depend on schedule, profile, plan and the GPUs that it is lowered for."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ PLAN = Plan("a step", PlanTarget.of("H200", "nvlink", "connections1"), Collectiv
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process of the usual setting without profiles of its own, in which nothing was said before."""
+    """A process with the default launch setting, without its own profiles, and with no warnings logged before."""
     monkeypatch.setattr(manager, "_said", set())
     monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CTA_POLICY", "NCCL_P2P_DISABLE", "XLA_FLAGS"):
@@ -41,13 +41,13 @@ def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def passes_of(lowered: jax.stages.Lowered | None = None, **options: Any) -> PassManager:
-    """Of a step with these options, for a program as it is lowered."""
+    """The passes of a step with these options, for a lowered program."""
     chosen = StepOptions(**options)
     return pass_manager(chosen, None if lowered is None else Target.of(lowered, chosen), lowered)
 
 
 def post(passes: Any) -> Any:
-    """What orders; the guard of kernels that wait for their peers is there in any case."""
+    """The pass that orders. The guard of kernels that wait for their peers is always in the list."""
     (one,) = (p for p in passes if p.stage is Stage.POST_SCHEDULER and p.name != "exclusive-kernels")
     return one
 
@@ -127,7 +127,7 @@ def test_on_cpu_it_is_said_that_a_plan_is_not_looked_at(caplog: pytest.LogCaptur
     for _ in range(2):
         passes_of(program, plan=PLAN)
     (record,) = caplog.records
-    assert "a plan orders what GPUs run" in record.getMessage()
+    assert "a plan orders operators only on GPUs" in record.getMessage()
 
 
 def test_on_cpu_it_is_said_that_memory_is_not_limited(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +136,7 @@ def test_on_cpu_it_is_said_that_memory_is_not_limited(caplog: pytest.LogCaptureF
     assert plain_step.memory_limit(StepOptions(), None) is None and not caplog.records
     assert [plain_step.memory_limit(StepOptions(memory_limit=1), None) for _ in range(2)] == [None, None]
     (record,) = caplog.records
-    assert "orders are made for GPUs: here it limits nothing" in record.getMessage()
+    assert "because operators are ordered only on GPUs" in record.getMessage()
 
 
 @pytest.mark.deviceless
@@ -144,7 +144,7 @@ def test_a_profile_of_another_link_is_said(lowered: jax.stages.Lowered, caplog: 
     given = Profile("H200", "no-p2p").with_section(Section("default"))
     assert post(passes_of(lowered, profile=given).passes).model.profile == given
     (record,) = caplog.records
-    assert "costs are those of H200 with link no-p2p, not H200 with nvlink" in record.getMessage()
+    assert "costs are for H200 with link no-p2p, not H200 with nvlink" in record.getMessage()
     passes_of(lowered, profile=Profile("H200", "two-nodes").with_section(Section("default")))
     assert len(caplog.records) == 1
 
@@ -156,14 +156,14 @@ def test_a_broken_file_that_nobody_named_stops_no_job(
     (tmp_path / "h200-nvlink.json").write_text("{")  # in DHELIX_PROFILES
     assert post(passes_of(lowered).passes).model is None
     (record,) = caplog.records
-    assert "costs are a roofline's" in record.getMessage() and "h200-nvlink.json" in record.getMessage()
+    assert "costs are estimated by a roofline" in record.getMessage() and "h200-nvlink.json" in record.getMessage()
     with pytest.raises(DhelixError, match=r"h200-nvlink\.json"):
         strand_interleave(lambda x: x, profile=tmp_path / "h200-nvlink.json")
 
 
 @pytest.mark.deviceless
 def test_what_rests_on_costs_can_be_switched_off(lowered: jax.stages.Lowered) -> None:
-    """Also where there are no costs: at decoration, nothing is known of the GPUs."""
+    """Also without known costs: at decoration, nothing is known of the GPUs."""
     for program in (None, lowered):
         manager_of = passes_of(program, disable=("all-gather-decomposition",))
         names = [p.name for p in manager_of.enabled]
@@ -179,7 +179,7 @@ def test_a_setting_without_profile_is_said_once(
     for _ in range(2):
         assert post(passes_of(lowered).passes).model is None
     (record,) = caplog.records
-    for words in ("H200 with link nvlink: no times of a process", "costs are a roofline's; run `dhelix profile`"):
+    for words in ("H200 with link nvlink: no times were measured with", "costs are a roofline's; run `dhelix profile`"):
         assert words in record.getMessage()
 
 
@@ -197,7 +197,7 @@ def test_a_setting_that_nobody_measured_has_the_costs_of_the_nearest(
 @pytest.mark.deviceless
 def test_a_profile_that_was_asked_for_must_know_the_setting(lowered: jax.stages.Lowered) -> None:
     given = Profile("H200", "nvlink").with_section(Section("connections1"))
-    with pytest.raises(DhelixError, match="nothing under the launch setting 'default'"):
+    with pytest.raises(DhelixError, match="no measurements under launch setting 'default'"):
         passes_of(lowered, profile=given)
 
 
@@ -225,7 +225,7 @@ def test_collective_matmuls_come_first_and_their_guard_in_any_case(lowered: jax.
 def test_why_there_can_be_no_collective_matmul_is_said_once(
     lowered: jax.stages.Lowered, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On GPUs that nothing is known of, on CPUs, and in CUDA graphs; a form that was asked for is no matter on GPUs."""
+    """Reasons: CUDA graphs, unmeasured CPUs, no GPUs. A form that was asked for needs no reason on GPUs."""
     sharding = NamedSharding(jax.make_mesh((4,), ("tp",)), P("tp"))
     on_cpus = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
     for _ in range(2):
@@ -237,15 +237,15 @@ def test_why_there_can_be_no_collective_matmul_is_said_once(
         passes_of(on_cpus, collective_matmul="auto")
         passes_of(on_cpus, collective_matmul="ring")
     in_graphs, unknown, asked = [record.getMessage() for record in caplog.records]
-    assert "no kernels, since the program's custom calls become part of CUDA graphs" in in_graphs
-    assert "nothing was measured on cpu, so collectives beside products stay" in unknown
+    assert "no kernels, because the program's custom calls become part of CUDA graphs" in in_graphs
+    assert "nothing was measured on cpu, so collectives next to matrix products stay" in unknown
     assert "only on GPUs does a pass look for their places" in asked
 
 
 def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> None:
     with pytest.raises(DhelixError, match="rings"):
         passes_of(collective_matmul="rings")
-    with pytest.raises(DhelixError, match='3 is no form of collective matmuls: take "auto"'):
+    with pytest.raises(DhelixError, match='3 is not a form of collective matmuls: use "auto"'):
         passes_of(collective_matmul=3)
     with pytest.raises(DhelixError, match="collective_matmul= has no effect"):
         StepOptions(collective_matmul="ring", passes=())

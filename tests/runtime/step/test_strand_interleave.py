@@ -1,4 +1,4 @@
-"""The decorator, with passes of the tests' own: what it calls, caches, keeps, refuses and says."""
+"""The decorator with passes of the tests: what it calls, caches, keeps, refuses and logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 @dataclass(frozen=True)
 class Replace:
-    """Turns every instruction `old` into `new`, another operation of the same operands; counts its runs."""
+    """Turns every instruction `old` into `new`, an operation with the same operands. Records its runs."""
 
     old: str = "sine"
     new: str = "cosine"
@@ -57,7 +57,7 @@ class Refuse:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing was said before, no pass ran before."""
+    """Forgets earlier warnings and runs of passes."""
     monkeypatch.setattr(manager, "_said", set())
     Replace.runs.clear()
     yield
@@ -121,8 +121,8 @@ def test_programs_are_told_apart_as_by_jit() -> None:
     assert runs(_array(9), 2) == 1  # shape
     assert runs(x.astype(jnp.bfloat16), 2) == 1  # type
     assert runs(jax.device_put(x, sharding), 2) == 1
-    assert runs(1.5, 2) == 1 and runs(2.5, 2) == 0  # a Python number is an argument, not a constant
-    assert runs(jnp.float32(1.5), 2) == 1  # ... but of a weak type
+    assert runs(1.5, 2) == 1 and runs(2.5, 2) == 0  # a Python number is an argument and not a constant
+    assert runs(jnp.float32(1.5), 2) == 1  # but its type is weak
     with jax.default_matmul_precision("highest"):
         assert runs(x, 2) == 1
 
@@ -213,7 +213,7 @@ def test_where_jax_looks_for_nans_it_finds_them_as_in_its_own_programs() -> None
 
 
 def test_switched_off_micro_batches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They decide what memory the step takes, and with reduce= what it computes."""
+    """Micro-batches decide the memory of the step, and with `reduce=` also its result."""
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(x @ w))
@@ -297,14 +297,14 @@ def test_bad_options() -> None:
         (step, {"microbatches": 2.0}, "microbatches=2.0"),
         (step, {"reduce": "median"}, "take one of mean, sum, weighted"),
         (step, {"schedule": "fast"}, "schedule='fast'"),
-        (step, {"donate": 0}, "'donate' is an option of neither"),
+        (step, {"donate": 0}, "'donate' is not an option of"),
         (step, {"disable": ["no-such-pass"]}, "no pass 'no-such-pass'"),
         (3, {}, "decorates a function, not int"),
-        (jax.jit(step), {"donate_argnums": 0}, "jitted already: give donate_argnums"),
-        (jax.jit(step), {"microbatches": 2}, "jitted already"),
-        (nnx.jit(step), {"donate_argnums": 0}, "jitted already: give donate_argnums"),
+        (jax.jit(step), {"donate_argnums": 0}, "is already jitted: give donate_argnums"),
+        (jax.jit(step), {"microbatches": 2}, "is already jitted"),
+        (nnx.jit(step), {"donate_argnums": 0}, "is already jitted: give donate_argnums"),
         (jax.pmap(step), {}, "neither a plain function nor the result of jax.jit, nnx.jit or eqx.filter_jit"),
-        (strand_interleave(step), {}, "step is interleaved already: leave out one"),
+        (strand_interleave(step), {}, "step is already interleaved: remove one"),
     ]
     for function, options, message in cases:
         with pytest.raises(DhelixError, match=message):

@@ -1,4 +1,4 @@
-"""What fails before XLA leaves a step alone: it runs as `jax.jit` runs it, and one line in the log names the cause."""
+"""Failures before XLA leave a step alone: it runs as under `jax.jit`, and one line in the log names the cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @dataclass(frozen=True)
 class Recurses:
-    """A pass that meets a program too deep for it."""
+    """A pass that fails as if the program were too deep for it."""
 
     name = "recurses"
     stage = Stage.LOWERED
@@ -102,7 +102,7 @@ def test_strict_raises_what_failed(broken: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pass_that_fails_says_so_once_for_each_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Not once in a process: a second step with the same fault would seem to be interleaved."""
+    """Once per step, not once per process. Otherwise a second step with the same fault would seem to be interleaved."""
     first, second = (strand_interleave(train_step, microbatches=4, passes=[Recurses()]) for _ in range(2))
     for step in (first, first, second):
         step(weights(), batch())
@@ -132,7 +132,7 @@ def executables() -> int:
 
 
 def test_what_is_not_called_is_let_go() -> None:
-    """On a GPU the code, constants and recorded graphs of a program take memory as long as it is known."""
+    """On a GPU, a known program takes memory for its code, constants and recorded graphs."""
 
     def taken(step: InterleavedStep) -> int:
         before = executables()
@@ -140,7 +140,7 @@ def test_what_is_not_called_is_let_go() -> None:
         return executables() - before
 
     arguments = weights(), batch()
-    strand_interleave(train_step, microbatches=4, verify=True)(*arguments)  # what comparing takes, any step shares
+    strand_interleave(train_step, microbatches=4, verify=True)(*arguments)  # all steps share the programs that compare
     assert taken(strand_interleave(train_step, microbatches=4)) == 1
     verified = strand_interleave(train_step, microbatches=4, verify=True)
     assert taken(verified) == 1

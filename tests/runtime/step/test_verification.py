@@ -1,4 +1,4 @@
-"""`verify=True` lets a right step through and stops a wrong one, naming what differs."""
+"""`verify=True` accepts a correct step and stops a wrong one with the name of the difference."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def squared_rows(w: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
     ("loss", "reduce", "message"),
     [
         (squared_error, "mean", None),
-        (squared_error, "sum", 'the loss is a mean over the rows, so take reduce="mean"'),
+        (squared_error, "sum", 'the loss is a mean over the rows, so use reduce="mean"'),
         (lambda w, data: squared_error(w, data) * 128, "mean", None),
         (
             lambda w, data: squared_rows(w, data).sum(),
             "mean",
-            'the loss is the sum over the rows, so take reduce="sum"',
+            'the loss is the sum over the rows, so use reduce="sum"',
         ),
         (lambda w, data: squared_rows(w, data).sum(), "sum", None),
-        (_masked, "mean", 'padding masks\\) take reduce="weighted"'),
+        (_masked, "mean", 'padding masks\\), use reduce="weighted"'),
         (_masked, "weighted", None),
     ],
 )
@@ -106,7 +106,7 @@ def test_compare(expected: jax.Array, actual: jax.Array, passes: bool) -> None:
 def test_integers_differ_by_what_they_do() -> None:
     with pytest.raises(VerificationError, match="count differs by 9, where 0 is allowed"):
         compare(jnp.int32([3, 1]), jnp.int32([12, 1]), "count", 1e-6, "")
-    with pytest.raises(VerificationError, match="count differs by 1,"):  # the same in float32
+    with pytest.raises(VerificationError, match="count differs by 1,"):  # both are equal in float32
         compare(jnp.int32(2**24), jnp.int32(2**24 + 1), "count", 1e-6, "")
 
 
@@ -144,7 +144,7 @@ def test_auxiliary_output_that_is_no_mean() -> None:
     def step(w: jax.Array, data: Any) -> Any:
         return value_and_grad(loss, has_aux=True)(w, data)
 
-    message = r"auxiliary output\['largest'\] differs .* Losses and gradients of 4 micro-batches are those of the whole"
+    message = r"auxiliary output\['largest'\] differs .* Losses and gradients of 4 micro-batches agree with the whole"
     with pytest.raises(VerificationError, match=message):
         step(weights(), batch())
 
@@ -157,11 +157,11 @@ def test_where_gradients_are_taken_in_a_function_that_jax_traces_by_itself(caplo
 
     _, loss = step(weights(), batch())
     np.testing.assert_allclose(loss, squared_error(weights(), batch()), rtol=1e-6)
-    assert "only where the step itself calls dhelix.value_and_grad" in caplog.text
+    assert "dhelix.value_and_grad is called inside" in caplog.text
 
 
 def test_arguments_that_lie_on_no_device_in_particular() -> None:
-    """Such an array goes to the devices of the others, and its copies must, too."""
+    """Such an array goes to the devices of the others, so its copies must, too."""
 
     @strand_interleave(microbatches=4, verify=True, strict=True)
     def step(w: jax.Array, batch: Any) -> Any:

@@ -36,7 +36,7 @@ _LARGE = 64 * 2**20  # bytes: most that stacks of results, or of inputs that are
 _MOVING = ("reshape", "convert", "transpose", "copy")
 _CUTTING = ("slice", "dynamic-slice", "gather")
 _HEAVY = ("dot", "convolution")
-_ADVICE = "loop with lax.scan, or take gradients with dhelix.value_and_grad and give microbatches="
+_ADVICE = "loop with lax.scan, or use dhelix.value_and_grad with microbatches="
 
 type Row = tuple[Instruction | None, ...]
 """The instructions that become one value: one per part, or None for a part that has none."""
@@ -51,9 +51,8 @@ class Unequal(PassRefusal):
 
     def __init__(self, count: int, why: str, at: Instruction | None = None) -> None:
         super().__init__(
-            f"the step takes gradients {count} times over, one beside another: if these are micro-batches, a Python "
-            f"loop or unroll= has written out the loop over them, and no loop can be made of them, since {why}; "
-            + _ADVICE,
+            f"the step takes {count} independent gradients: if these are micro-batches that a Python loop or unroll= "
+            f"has unrolled, they cannot become a loop, because {why}; " + _ADVICE,
             at,
         )
         self.why = why
@@ -179,7 +178,7 @@ class _Search:
         for i in self.computation.instructions:
             if self.label[i].bit_count() == 1 and (has_side_effect(i) or i.control_predecessors):
                 what = i.proto.custom_call_target or i.opcode
-                raise self._refuse(f"{what} has side effects, whose order must stay", i)
+                raise self._refuse(f"{what} has ordered side effects", i)
 
     def _private(self, row: Row) -> bool:
         """Whether each instruction belongs to its own part alone."""
@@ -239,7 +238,7 @@ class _Search:
         if None in row:
             if self.constants.isdisjoint([first]) and is_heavy(first):
                 where = f"micro-batch {row.index(first) + 1}"
-                raise self._refuse(f"{where} makes something of {_text(first)} that others do not make", first)
+                raise self._refuse(f"{where} computes {_text(first)}, and others do not", first)
             return None
         if self._alike(row) and (self._private(row) or self.constants.issuperset(row)):
             return None
@@ -302,13 +301,13 @@ class _Search:
         stacked = [v for v in self.values if v.role == "input" and not _slices_of_one(v.row)]
         kept = list(dict.fromkeys(result.value for result in results))
         for values, why in (
-            (stacked, "differs by micro-batch and is no slice of one array"),
-            (kept, "is kept of each micro-batch and not added up one after another"),
+            (stacked, "differs by micro-batch and is not a slice of one array"),
+            (kept, "is kept of each micro-batch and not summed one after another"),
         ):
             sizes = [shapes.byte_size(v.first.shape) * self.count for v in values]
             if sum(sizes) > _LARGE:
                 largest = values[sizes.index(max(sizes))].first
-                raise self._refuse(f"{_text(largest)} {why}, and a stack of it would need memory", largest)
+                raise self._refuse(f"{_text(largest)} {why}, and stacking it would take too much memory", largest)
 
 
 def is_heavy(instruction: Instruction) -> bool:

@@ -53,7 +53,7 @@ def with_remainder(
         try:
             parts = equal_parts(trial)
         except Unequal as refusal:
-            why = f"what takes gradients beside the loop over micro-batches has no partner: {refusal.why}"
+            why = f"gradients taken outside the loop over micro-batches cannot join it: {refusal.why}"
             refusals.append(PassRefusal(why, loop))
             continue
         if parts is not None and parts.count > trips:

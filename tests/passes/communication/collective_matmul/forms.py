@@ -1,7 +1,7 @@
-"""Forms of collective matmuls as HLO text, for tests of the pass: nothing is lowered by JAX.
+"""Forms of collective matmuls as HLO text, for tests of the pass; JAX lowers nothing.
 
-What stands in place of a match is the collective and the products once more, in the order of a pattern, so that one
-sees in the output what was spliced in and how it is tied to the rest.
+A form is again the collective and the products, in the order of a pattern. So the output shows what was spliced in and
+how it is connected to the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ SUM = "sum {{ a = {0}[] parameter(0)\n  b = {0}[] parameter(1)\n  ROOT c = {0}[]
 
 @dataclass(frozen=True)
 class TextForms:
-    """One form for all sites with at least so many rows; `refuse`: what it says of every other form; `paired`: none
-    where two strands run."""
+    """Chooses one form for all sites with at least `least_rows` rows.
+
+    `refuse`: the reason given for every other form. `paired`: choose no form where two strands run.
+    """
 
     form: Form = Form("ring")
     least_rows: int = 0
@@ -42,7 +44,7 @@ class TextForms:
 
 @dataclass
 class Seen:
-    """Forms that take nothing, and remember the patterns that they were asked about."""
+    """Chooses no form, and records the patterns that it was asked about."""
 
     patterns: list[Pattern] = dataclasses.field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Collective matmuls put into HLO: what the pass makes, golden; what it leaves, and that it says why."""
+"""Collective matmuls put into HLO: golden output, and notes with the reason for every collective that is left alone."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_golden(name: str) -> None:
 
 
 def test_it_runs_once() -> None:
-    """What was spliced in is a gather and a product too."""
+    """The spliced-in form is again a gather and a product, but the pass does not take it a second time."""
     _, after, _ = golden.run(golden.read(FORWARD), lowered())
     again, report = PassManager((lowered(),), strict=True).run(Stage.LOWERED, after.to_bytes())
     assert again is None and not report.passes[0].notes
@@ -54,7 +54,7 @@ def test_what_the_user_wrote_as_one_is_left(name: str, taken: int) -> None:
 
 
 def test_whatever_is_made_has_a_layout() -> None:
-    """XLA's analysis of collectives, which runs before layouts are assigned, aborts the process without."""
+    """XLA's analysis of collectives runs before layouts are assigned, and aborts the process if one is missing."""
     for name in golden.files("collective_matmul"):
         _, after, _ = golden.run(golden.read(name), lowered())
         shapes = [i.shape for c in after.computations for i in c.instructions if not i.shape.tuple_shapes]
@@ -66,7 +66,7 @@ def test_whatever_is_made_has_a_layout() -> None:
     [("alpha alpha", False), ("beta beta", False), ("alpha beta", True), ("beta alpha", True)],
 )
 def test_sites_are_told_apart_by_whether_both_strands_multiply_beside_them(names: str, co_executed: bool) -> None:
-    """A site needs no name of its own: what counts is what its computation holds."""
+    """The site itself needs no strand name. The pass looks at all products of the computation."""
     text = golden.read(FORWARD)
     products = "up = bf16[16,8] dot(rows, w_up)", "down = bf16[16,16] dot(both, w_down)"
     for product, strand in zip(products, names.split(), strict=True):
@@ -90,7 +90,7 @@ def test_below_the_threshold_nothing_changes() -> None:
     source = module.to_bytes()
     assert not lowered(TextForms(least_rows=17)).run(module, PassContext())
     assert module.to_bytes() == source
-    assert notes(text, TextForms(least_rows=17)) == ["left alone: no other form is known to be faster (count=2)"]
+    assert notes(text, TextForms(least_rows=17)) == ["left alone: no collective matmul is known to be faster (count=2)"]
 
 
 def test_the_choice_is_asked_about_sites() -> None:
@@ -116,7 +116,7 @@ def test_a_scheduled_module_is_left_alone() -> None:
 
 
 def test_what_the_compiler_still_has_to_partition_is_left_alone() -> None:
-    """The groups of a shard_map over tp alone do not say that dp is partitioned later."""
+    """The groups of a shard_map over tp alone do not show that dp is partitioned later."""
     meshes = 'frontend_attributes={xla.sdy.meshes={mesh = #sdy.mesh<["dp"=2, "tp"=4]>}}'
     text = golden.read(BACKWARD).replace("num_partitions=4", f"num_partitions=8, {meshes}")
     call = 'w_up = bf16[16,8] custom-call(up_parameter), custom_call_target="xla.sdy.GlobalToLocalShape"'
@@ -151,7 +151,7 @@ ENTRY e { x = bf16[4,32] parameter(0)
   ROOT r = bf16[4,8] reduce-scatter(y), dimensions={0}, to_apply=add, channel_id=2, replica_groups={{0,1,2,3}},
     use_global_device_ids=true }"""
     assert notes(text) == [
-        "left alone: its product belongs to another one (count=1)",
+        "left alone: another collective already uses its product (count=1)",
         "a collective matmul (count=1, form=ring, site=all_gather_matmul bfloat16 16x32x8 over 4)",
     ]
 
@@ -171,7 +171,7 @@ def test_a_product_that_the_program_orders_is_left_alone() -> None:
     text = golden.read(
         BACKWARD, {"da = bf16[16,8] dot(rows, w_down),": "da = bf16[16,8] dot(rows, w_down), control-predecessors={a},"}
     )
-    assert "left alone: no product reads it that contracts another dimension than the gathered one (count=1)" in notes(
+    assert "left alone: no product reads it and contracts another dimension than the gathered one (count=1)" in notes(
         text
     )
 
@@ -181,7 +181,7 @@ def test_a_gather_that_something_has_to_wait_for_is_left_alone() -> None:
         BACKWARD,
         {"d_up = bf16[16,8] add(da, a)": "d_up = bf16[16,8] add(da, a), control-predecessors={all_gather}"},
     )
-    assert "left alone: the program orders it (count=1)" in notes(text)
+    assert "left alone: it has control dependencies (count=1)" in notes(text)
 
 
 def test_the_stage_is_an_option() -> None:

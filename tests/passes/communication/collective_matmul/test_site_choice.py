@@ -1,4 +1,4 @@
-"""Collective matmul or a collective under the other strand's compute: what is weighed, and what is decided."""
+"""The choice between a collective matmul and a collective that the other strand's compute hides."""
 
 import math
 from collections.abc import Mapping
@@ -36,14 +36,14 @@ CALL = (
 
 
 def gather(name: str, k: int, number: int) -> str:
-    """A computation that gathers an operand of K columns, of the site with that number."""
+    """A computation that gathers an operand of `k` columns, and belongs to site `number`."""
     return f"""{name} {{
   q = bf16[4096,{k}] parameter(0)
   ROOT g = bf16[8192,{k}] all-gather(q), dimensions={{0}}, replica_groups={{{{0,1}}}}, channel_id={number + 1}, use_global_device_ids=true, metadata={{op_name="jit(step)/all_gather/dhelix_site_{number}"}}
 }}"""  # noqa: E501
 
 
-# One strand gathers twice, each time for the product that follows; the other only multiplies, as long as one gather.
+# One strand gathers twice, each time for the next product. The other strand only multiplies, as long as one gather.
 TEXT = f"""HloModule m, is_scheduled=true
 {gather("wide", 8192, 0)}
 {gather("narrow", 4096, 1)}
@@ -63,7 +63,7 @@ ENTRY e {{
   ROOT result = (bf16[8192,4096], bf16[2048,4096]) tuple(second, other)
 }}"""  # noqa: E501
 CANDIDATES = [Candidate(WIDE, KERNEL), Candidate(NARROW, KERNEL)]
-# The same gather and product in a first layer, alone, and in a loop where the other strand multiplies.
+# The same gather and product twice: alone in a first layer, and in a loop where the other strand multiplies.
 PLACES = f"""HloModule m, is_scheduled=true
 {gather("first", 4096, 0)}
 {gather("second", 4096, 1)}
@@ -96,11 +96,14 @@ ENTRY e {{
   state = (s32[], bf16[4096,4096], bf16[4096,4096], bf16[2048,4096]) tuple(i, half, v, y)
   ROOT loop = (s32[], bf16[4096,4096], bf16[4096,4096], bf16[2048,4096]) while(state), condition=condition, body=body, backend_config={{"known_trip_count":{{"n":"TRIPS"}}}}
 }}"""  # noqa: E501
-OTHER = Site("all_gather_matmul", 2048, 4096, 4096, "bfloat16", 2)  # its product is what the other strand multiplies
+OTHER = Site("all_gather_matmul", 2048, 4096, 4096, "bfloat16", 2)  # the product of the other strand
 
 
 def model(kernels: Mapping[Placed, float], other: float = 4e-4) -> CostModel:
-    """Products of 1 ms and gathers of 0.4 ms; a kernel takes so many times its product. `other`: the other strand's."""
+    """Products of 1 ms and gathers of 0.4 ms.
+
+    `kernels`: time of a site's kernel relative to its product. `other`: seconds of the other strand's product.
+    """
     operators, collectives, sites = {}, {}, {}
     for site, seconds in ((WIDE.pattern.site, 1e-3), (NARROW.pattern.site, 1e-3), (OTHER, other)):
         gemm, gather = gemm_key(site), collective_key(site)
@@ -125,7 +128,7 @@ def test_where_nothing_hides_a_collective_its_kernel_is_taken() -> None:
 
 
 def test_what_the_other_strand_hides_stays() -> None:
-    """Its compute is there for one gather, so the other one's kernel is taken: that which costs less."""
+    """The other strand hides one of the two gathers, so the cheaper of the two kernels is taken."""
     found = weighed({WIDE: 1.02, NARROW: 1.41})
     assert (found.taken, found.paired) == ((WIDE,), (NARROW,))
     assert found.seconds_taken < min(found.seconds, found.seconds_all)
@@ -134,7 +137,7 @@ def test_what_the_other_strand_hides_stays() -> None:
 
 @pytest.mark.parametrize("trips", [3, 300])
 def test_the_same_pattern_is_decided_for_at_each_place(trips: int) -> None:
-    """Also where the place without a second strand is so small a part that the whole step hardly notices."""
+    """Each place is decided separately, even if the place without a second strand is a tiny part of the step."""
     trial = Trial(
         HloModule.from_text(PLACES.replace("TRIPS", str(trips))),
         [Candidate(ALONE, KERNEL), Candidate(NARROW, KERNEL)],
@@ -157,7 +160,7 @@ def test_what_nothing_is_known_of_stays() -> None:
 
 
 def test_sites_that_cannot_be_told_are_not_weighed() -> None:
-    """Such as collectives that XLA has combined: one has the name of both."""
+    """A site whose collective lost its number is not weighed, for example because XLA combined it with another one."""
     combined = TEXT.replace("all_gather/dhelix_site_0", "all_gather")
     trial = Trial(HloModule.from_text(combined), CANDIDATES, model({WIDE: 1.02, NARROW: 1.02}))
     assert trial.placed == (NARROW,)
@@ -179,7 +182,7 @@ def test_where_no_order_keeps_within_memory_nothing_is_taken() -> None:
 
 
 def test_the_number_of_evaluations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each flip of this one is faster than what came before."""
+    """The bound holds even if each flip is faster than everything before."""
     asked: list[frozenset[Placed]] = []
 
     def seconds(self: Trial, taken: frozenset[Placed], order: object) -> float:
@@ -201,7 +204,7 @@ def test_a_program_that_turns_out_slower_takes_nothing() -> None:
 
 @pytest.mark.parametrize("name", golden.files("collective_matmul"))
 def test_collectives_and_products_are_marked(name: str) -> None:
-    """One number for a site's collective and all of its products."""
+    """A site's collective and all of its products get the same number."""
     module = HloModule.from_text(golden.read(name))
     found = mark(module, TextForms())
     names = [i.op_name for c in module.computations for i in c.instructions]

@@ -1,4 +1,4 @@
-"""Which collectives the pass finds beside products: what a site is through moves and conversions, and what is left."""
+"""Which collectives the pass finds next to products, through moves and conversions, and which it leaves alone."""
 
 import pytest
 
@@ -15,12 +15,12 @@ maximum {{ a = {0}[] parameter(0)
   b = {0}[] parameter(1)
   ROOT c = {0}[] maximum(a, b) }}
 """
-NO_PRODUCT = "no product reads it that contracts another dimension than the gathered one"
-READ = "the product is read by others too"
+NO_PRODUCT = "no product reads it and contracts another dimension than the gathered one"
+READ = "the product has other readers"
 
 
 def found(lines: str, kind: str = "bf16") -> list[Match | str]:
-    """What `find` says of an entry of these lines, in which GROUPS stands for one group of four devices."""
+    """Result of `find` for an entry of these lines, in which GROUPS stands for one group of four devices."""
     body = lines.replace("GROUPS", GROUPS)
     return list(find(HloModule.from_text(f"HloModule m\n{FUNCTIONS.format(kind)}\nENTRY e {{\n{body}\n}}").entry))
 
@@ -41,7 +41,7 @@ SUMMED = """x = bf16[16,32] parameter(0)
 """
 SCATTER = "ROOT r = bf16[4,8] reduce-scatter(y), dimensions={0}, to_apply=add, GROUPS"
 
-# name -> (lines, key of the site, batch, weights as [columns, K], gathered array wanted too)
+# name -> (lines, key of the site, batch, weights are [columns, K], the gathered array has other users)
 SITES = {
     "gather": (GATHERED + "ROOT y = bf16[16,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
         "all_gather_matmul bfloat16 16x32x8 over 4", 1, False, False),
@@ -159,31 +159,31 @@ LEFT = {
     "rows stand after K": (
         "x = bf16[32,4] parameter(0)\n w = bf16[32,8] parameter(1)\n g = bf16[32,16] all-gather(x), dimensions={1}, "
         "GROUPS\n ROOT y = bf16[16,8] dot(g, w), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
-        "its rows would have to be transposed"),
+        "its rows would need a transpose"),
     "a group of one": (
         GATHERED.replace("[16,32] all", "[4,32] all").replace("GROUPS", "channel_id=1, replica_groups={{0},{1}}, "
         "use_global_device_ids=true") + "ROOT y = bf16[4,8] dot(g, w), lhs_contracting_dims={1}, "
-        "rhs_contracting_dims={0}", "its groups are of one device"),
+        "rhs_contracting_dims={0}", "its groups have one device each"),
     "groups across": (
         GATHERED.replace("GROUPS", "channel_id=1, replica_groups={{0,1,2,4},{3,5,6,7}}, use_global_device_ids=true")
         + "ROOT y = bf16[16,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-        "its groups are no axis of a mesh of devices in order"),
+        "its groups are not an axis of a row-major mesh"),
     "replicas": (
         GATHERED.replace("GROUPS", "replica_groups={{0,1,2,3}}") + "ROOT y = bf16[16,8] dot(g, w), "
-        "lhs_contracting_dims={1}, rhs_contracting_dims={0}", "over replicas, not partitions"),
+        "lhs_contracting_dims={1}, rhs_contracting_dims={0}", "it runs over replicas, not partitions"),
     "a bias is added": (
         SUMMED.replace("y =", "p =") + "b = bf16[16,8] parameter(2)\n y = bf16[16,8] add(p, b)\n " + SCATTER,
-        "what is summed is no product"),
+        "a summed term is not a product"),
     "the product is used elsewhere": (
         SUMMED + SCATTER.replace("ROOT ", "") + "\n ROOT t = (bf16[4,8], bf16[16,8]) tuple(r, y)", READ),
     "columns are scattered with rows": (
         SUMMED.replace("y =", "p =") + "y = bf16[128] reshape(p)\n ROOT r = bf16[32] reduce-scatter(y), "
         "dimensions={0}, to_apply=add, GROUPS", "a reshape mixes rows and columns"),
-    "another reduction": (SUMMED + SCATTER.replace("add", "maximum"), "another reduction than a sum"),
+    "another reduction": (SUMMED + SCATTER.replace("add", "maximum"), "its reduction is not a sum"),
     "summed in float32": (
         "x = bf16[16,32] parameter(0)\n w = bf16[32,8] parameter(1)\n p = bf16[16,8] dot(x, w), "
         "lhs_contracting_dims={1}, rhs_contracting_dims={0}\n y = f32[16,8] convert(p)\n "
-        "ROOT r = f32[4,8] reduce-scatter(y), dimensions={0}, to_apply=add, GROUPS", "what is summed is no product"),
+        "ROOT r = f32[4,8] reduce-scatter(y), dimensions={0}, to_apply=add, GROUPS", "a summed term is not a product"),
     "sliced afterwards": (
         SUMMED + "r = bf16[16,8] all-reduce(y), to_apply=add, GROUPS\n k = s32[] parameter(2)\n "
         "z = s32[] constant(0)\n n = bf16[16,8] add(r, r)\n "
@@ -191,12 +191,12 @@ LEFT = {
     "nothing in it": (
         "x = bf16[0,32] parameter(0)\n w = bf16[32,8] parameter(1)\n g = bf16[0,32] all-gather(x), dimensions={0}, "
         "GROUPS\n ROOT y = bf16[0,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-        "nothing is in it"),
+        "its array is empty"),
     "ordered by the program": (
         "x = bf16[4,32] parameter(0)\n w = bf16[32,8] parameter(1)\n t = bf16[4,32] tanh(x)\n "
         "g = bf16[16,32] all-gather(x), dimensions={0}, GROUPS, control-predecessors={t}\n "
         "y = bf16[16,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n "
-        "ROOT r = (bf16[16,8], bf16[4,32]) tuple(y, t)", "the program orders it"),
+        "ROOT r = (bf16[16,8], bf16[4,32]) tuple(y, t)", "it has control dependencies"),
 }  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_left_alone(name: str) -> None:
 @pytest.mark.parametrize("kind", ["s8", "f64"])
 def test_other_types_are_left_alone(kind: str) -> None:
     (reason,) = found(SITES["gather"][0].replace("bf16", kind), kind)
-    assert reason == "not of floating point numbers of 16 or 32 bits"
+    assert reason == "its type is not a float of 16 or 32 bits"
 
 
 def test_what_is_asynchronous_is_not_looked_at() -> None:
@@ -223,7 +223,7 @@ def test_what_is_asynchronous_is_not_looked_at() -> None:
 
 
 def test_a_product_that_reads_another_ones_result_stays_outside() -> None:
-    """w of the second product is made of the first one's result: together they would wait for themselves."""
+    """The second product's w depends on the first product. One kernel for both would wait for its own result."""
     match = site("""x = bf16[4,16] parameter(0)
   w = bf16[16,16] parameter(1)
   g = bf16[16,16] all-gather(x), dimensions={0}, GROUPS

@@ -1,4 +1,4 @@
-"""Parts of one module in another: names, numbers, channels and groups; products as the simplifier leaves them."""
+"""Splicing parts of one module into another: names, numbers, channels and groups; dots in the simplifier's form."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -28,7 +28,7 @@ def patterns(draw: st.DrawFn) -> Pattern:
 
 
 def target(program: HloModule) -> HloModule:
-    """A module that has what `program` takes, and a collective and a name of its own."""
+    """A module with the parameters of `program`, and a collective and a name of its own."""
     lines = [
         f"  x{p.proto.parameter_number} = {_text(p)} parameter({p.proto.parameter_number})" for p in _given(program)
     ]
@@ -76,7 +76,7 @@ def test_results_have_the_shapes_of_the_entrys(pattern: Pattern) -> None:
 
 
 def test_groups_are_listed() -> None:
-    """An axis of a mesh that the other module does not have would mean nothing in it."""
+    """Groups that name a mesh axis are written as lists, because the target module does not have that mesh."""
     source = """HloModule form, num_partitions=8
 ENTRY e { x = f32[2,4] parameter(0)
   ROOT g = f32[4,4] all-gather(x), channel_id=1, dimensions={0}, use_global_device_ids=true,
@@ -126,7 +126,7 @@ def test_arguments_have_to_fit() -> None:
 def test_what_only_the_partitioner_knows_is_refused() -> None:
     call = 'ROOT y = f32[4] custom-call(x), custom_call_target="Sharding"'
     text = f"HloModule form\nENTRY e {{ x = f32[4] parameter(0)\n  {call} }}"
-    with pytest.raises(DhelixError, match="only the partitioner knows"):
+    with pytest.raises(DhelixError, match="only the partitioner can process"):
         prepare(HloModule.from_text(text))
 
 

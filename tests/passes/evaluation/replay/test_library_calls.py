@@ -64,7 +64,7 @@ def placeholder(program: Program) -> bytes:
 
 
 def with_calls(*items: Item) -> HloModule | None:
-    """What the pass makes of the placeholder; the pass manager has verified it. None: nothing."""
+    """The placeholder after the pass, which the pass manager has verified; None if the pass changed nothing."""
     program = Program(items, 2)
     manager = PassManager([LibraryCalls(program)], strict=True)
     result, _ = manager.run(Stage.PRE_SCHEDULER, placeholder(program))
@@ -77,7 +77,7 @@ def calls(module: HloModule | None) -> list[Instruction]:
 
 
 def needed(module: HloModule) -> set[Instruction]:
-    """All that the result depends on."""
+    """All instructions that the result depends on."""
     found, new = set(), [module.entry.root]
     while new:
         instruction = new.pop()
@@ -111,7 +111,7 @@ def test_calls_read_the_arguments_in_the_shapes_of_the_step(operators: dict[str,
         assert (value.opcode, value.operands[0].opcode) == ("reshape", "parameter")
     read = [value.operands[0] for value in dict.fromkeys(backward.operands)]
     assert len(set(read)) == len(read) == 4  # no two inputs share an argument
-    assert {q.operands[0], k.operands[0]} <= set(read)  # but calls do
+    assert {q.operands[0], k.operands[0]} <= set(read)  # but two calls do
 
 
 def test_constants_stay_and_indices_are_zero(operators: dict[str, Operator]) -> None:
@@ -138,7 +138,7 @@ def test_without_attention_the_placeholder_stays_as_it_is(operators: dict[str, O
 
 
 def test_a_replayed_call_has_the_workspace_that_xla_gave_it(operators: dict[str, Operator]) -> None:
-    """A step compiled without a GPU says 0, and no graph of cuDNN would be found for that."""
+    """A step compiled without a GPU has a workspace of size 0, for which cuDNN would find no graph."""
     module = with_calls(Item(operators["forward"]))
     assert module is not None
     (call,) = calls(module)

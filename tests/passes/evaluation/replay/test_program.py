@@ -1,4 +1,4 @@
-"""The measuring program, on a small scheduled step that is written down here; nothing is compiled."""
+"""The measuring program of a small scheduled step, given as text; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ ENTRY main {
 
 
 def key_of(instruction: Instruction) -> Key | None:
-    """Names without numbers are keys enough here; arithmetic on the loop's counter costs nothing."""
+    """Uses names without numbers as keys. Arithmetic on the loop's counter gets no key, because it costs nothing."""
     if instruction.opcode in ("add", "compare"):
         return None
     return OperatorKey("other", instruction.name.partition(".")[0].removesuffix("-start"), ())
@@ -141,7 +141,7 @@ def placeholder(program: Program) -> bytes:
 
 
 def replay(*items: Item, repeats: int = 1, marks: bool = False) -> HloModule:
-    """The measuring program of the items; the pass manager has verified it."""
+    """The measuring program of the items, which the pass manager has verified."""
     program = Program(items, repeats, marks)
     manager = PassManager([OperatorReplay(program)], strict=True)
     result, _ = manager.run(Stage.POST_SCHEDULER, placeholder(program))
@@ -150,7 +150,7 @@ def replay(*items: Item, repeats: int = 1, marks: bool = False) -> HloModule:
 
 
 def launched(module: HloModule) -> list[str]:
-    """Names of the instances in the order in which they run."""
+    """Names of the instances in launch order."""
     return [i.name for i in module.schedule[module.entry] if parse_name(i.name) is not None]
 
 
@@ -210,7 +210,7 @@ def test_lengths_that_a_step_computes_are_no_random_numbers(lengths: str, count:
     }}"""
     operators, refused = find_operators(HloModule.from_text(text), key_of)
     assert len(operators) == count
-    assert refused == (() if count else (("out", "the lengths that it reads decide what memory it touches"),))
+    assert refused == (() if count else (("out", "the memory that it touches depends on lengths that it reads"),))
 
 
 def test_a_key_that_is_refused_once_may_have_an_operator_elsewhere() -> None:
@@ -422,7 +422,7 @@ def test_the_same_program_gives_the_same_bytes_and_another_one_another_name() ->
         return Program(tuple(Item(a, b) for a in operators for b in operators), repeats)
 
     one, same = program(STEP), program(STEP)
-    given = placeholder(one)  # each time it is parsed it has another id
+    given = placeholder(one)  # made once, because each parse gives another module id
     results = [PassManager([OperatorReplay(p)]).run(Stage.POST_SCHEDULER, given)[0] for p in (one, same)]
     assert results[0] is not None
     assert results[0] == results[1]

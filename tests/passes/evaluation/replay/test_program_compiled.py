@@ -1,7 +1,7 @@
-"""The measuring program inside the compiler: operators of a small Llama step for 4 GPUs, without having one.
+"""The measuring program inside the compiler: operators of a small Llama step for 4 GPUs, without any GPU.
 
-What XLA makes of a program is read from its dumps: the thunks, which is what it launches, and their streams.
-What only a GPU can tell is left: that two sides run at the same time, and that the trace names them.
+XLA's dumps show the thunks, which XLA launches, and their streams. Only a GPU can show that two sides overlap, and that
+the trace names them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DTYPES = {"pred": jnp.bool_, "s32": jnp.int32, "u32": jnp.uint32, "bf16": jnp.bf
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled module, and its thunks by the instruction that they belong to."""
+    """A compiled module, and its thunks by the name of their instruction."""
 
     module: HloModule
     thunks: Mapping[str, str]
     streams: Mapping[str, str]
-    """Of asynchronous starts; all else runs on the stream of what it stands in, in the end the main one."""
+    """Streams of asynchronous starts. Everything else runs on the stream of its caller, in the end the main stream."""
     temporaries: int
 
     @property
@@ -108,7 +108,7 @@ def mesh() -> Mesh:
 
 
 def some(operators: tuple[Operator, ...]) -> tuple[list[Operator], list[Operator]]:
-    """One compute operator for each kind of thunk that there may be, and each kind of collective once."""
+    """One compute operator for each kind of thunk, and one collective of each kind."""
     compute: dict[tuple[str, str, bool], Operator] = {}
     collectives: dict[tuple[str, str], Operator] = {}
     for operator in operators:
@@ -154,7 +154,7 @@ def test_pairs_of_all_kinds_keep_order_and_streams(operators: tuple[Operator, ..
 
 
 def test_marks_are_launched_before_what_they_mark(operators: tuple[Operator, ...], mesh: Mesh, tmp_path: Path) -> None:
-    """On the main stream, as kernels of their own; nothing else changes."""
+    """Marks are kernels of their own on the main stream, directly before the marked item. Nothing else changes."""
     compute, collectives = some(operators)
     items = tuple(Item(*pair) for a in compute[:3] for b in collectives for pair in ((a, b), (b, a)))
     marked, plain = (replay(Program(items, 2, marks), mesh, tmp_path / str(marks)) for marks in (True, False))

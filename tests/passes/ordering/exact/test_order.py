@@ -1,4 +1,4 @@
-"""The exact model against all orders there are: its bound is never above the fastest, and mostly equal to it."""
+"""The exact model against all possible orders: its bound is never above the fastest order, and usually equal to it."""
 
 import dataclasses
 import random
@@ -34,9 +34,8 @@ def solve(module: HloModule, costs: Costs, effort: float = 1.0) -> ExactOrder:
 
 @pytest.mark.parametrize("in_step", [BY_THEMSELVES, InStep(pause=3e-6, wait=1e-5), InStep(pause=3e-6, launch=2e-5)])
 def test_no_order_beats_the_bound_and_small_programs_are_solved(in_step: InStep) -> None:
-    """Three in four are solved to the rounding of rates; the others have both lanes, or waits that the model cuts.
-
-    Where launches stop compute the bound holds, but the model knows too little of what runs meanwhile.
+    """At least 6 of 8 programs are solved up to the rounding of rates. The others use both lanes, or waits that the
+    model cuts. If launches stop compute, the bound holds but may be loose: the model lacks what runs meanwhile.
     """
     draw = random.Random(2)
     tight = equal = 0
@@ -66,7 +65,7 @@ PAIR = Case(
 
 
 def test_two_strands_hide_each_other() -> None:
-    """a, then b over g, then x over h, then y: all that brute force, the model and the search find."""
+    """Brute force, the model and the search all find a, then b over g, then x over h, then y."""
     module, costs = PAIR.module()
     found = solve(module, costs)
     assert found.seconds == pytest.approx(4e-4) and fastest(module, costs) == pytest.approx(4e-4)
@@ -76,7 +75,7 @@ def test_two_strands_hide_each_other() -> None:
 
 
 def test_the_lane_that_slows_compute_gives_the_other_time() -> None:
-    """g is done under x because h makes x take twice as long."""
+    """g ends under x, because h doubles the time of x."""
     meetings = ((True, False), (False, False), (True, True))
     rates = {("x", start, *way): rate for start, rate in (("h", (0.5, 1.0)), ("g", (1.0, 0.3))) for way in meetings}
     program = [
@@ -89,7 +88,7 @@ def test_the_lane_that_slows_compute_gives_the_other_time() -> None:
 
 
 def test_each_order_of_collectives_is_bounded_by_itself() -> None:
-    """Where nothing is faster than what is known, the bound is that; and none is above the fastest order."""
+    """No bound is above the fastest order. If the known time is below all orders, it is the bound."""
     draw = random.Random(7)
     for _ in range(4):
         module, costs = random_case(draw).module(InStep(pause=3e-6, wait=1e-5))
@@ -116,7 +115,7 @@ LOOP = f"""HloModule m, is_scheduled=true
 
 @pytest.mark.parametrize("outer", [1e-5, 1e-4, 1e-3])
 def test_loops_are_bounded_by_what_they_compute(outer: float) -> None:
-    """A collective may lie beside them, and they hold some of their own."""
+    """The loop contains a collective, and another collective may overlap with the loop."""
     module = HloModule.from_text(LOOP)
     seconds = {"start": 3e-4, "w": 2e-4, "sum": 1e-4, "last": 1e-4, "y": 1e-4, "outer": outer}
     costs = {
@@ -136,7 +135,7 @@ def test_the_same_order_each_time() -> None:
 
 
 def test_a_known_order_is_where_it_begins() -> None:
-    """Without any effort the start is the order, and nothing is known of the rest."""
+    """With zero effort, the solver returns the order that it starts from, and has only a bound for the others."""
     module, costs = PAIR.module()
     sequence, limits = module.schedule[module.entry], unlimited(module)
     paired = pairing_order(module.entry, sequence, costs, limits)
@@ -162,7 +161,7 @@ def test_what_takes_no_time_takes_none() -> None:
 
 def test_large_bodies_are_refused() -> None:
     module, costs = build([Op(f"x{n}", 1e-6, ("p",)) for n in range(300)], ["x0"])
-    with pytest.raises(DhelixError, match="timed instructions, and an exact model takes 250"):
+    with pytest.raises(DhelixError, match="timed instructions; the exact model takes at most 250"):
         exact_order(module.entry, module.schedule[module.entry], costs, unlimited(module))
 
 

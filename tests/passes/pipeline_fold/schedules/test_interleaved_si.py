@@ -1,4 +1,4 @@
-"""Interleaved SI: its ticks and its residual slots. What lockstep promises is `validate`'s to check."""
+"""Interleaved SI: its ticks and its residual slots. `validate` checks the rules of lockstep."""
 
 import pytest
 from hypothesis import given

@@ -12,7 +12,7 @@ microbatch_counts = st.integers(1, 24)
 
 
 def _live_slots(schedule: Schedule, stage: int) -> list[set[int]]:
-    """By tick: the slots whose contents a later tick still needs, when the tick begins."""
+    """For each tick, the slots that are live when the tick begins: a later tick still reads them."""
     live, held = [], set[int]()
     for tick in schedule.ticks:
         live.append(set(held))

@@ -8,7 +8,7 @@ from dhelix.passes.hlo import HloModule, graph, shapes
 
 
 def reduced_in_loops(module: HloModule, mesh: Mesh) -> list[str]:
-    """Arrays of two dimensions or more that are reduced over the mesh's first axis in a loop that has inner loops."""
+    """Shapes of arrays of 2+ dimensions that are reduced over the mesh's first axis in a loop with inner loops."""
     loops = [i for i in graph.walk(module.entry) if i.opcode == "while"]
     outer = [loop for loop in loops if any(i.opcode == "while" for i in graph.walk(loop.called[0]))]
     assert outer

@@ -96,7 +96,7 @@ def test_accumulates_inside(case: str) -> None:
 
 
 def test_two_stacks_of_one_loop() -> None:
-    """Weights and biases, say; each has its accumulator."""
+    """For example weights and biases; each stack has its own accumulator."""
     state = "(s32[], bf16[4], bf16[2,4], bf16[2,4])"
     text = golden.read(
         LAYERS,

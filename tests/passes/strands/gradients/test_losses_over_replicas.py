@@ -1,4 +1,4 @@
-"""Losses whose gradients are more than one product a layer: summed over replicas once a step all the same."""
+"""Losses whose gradients are more than one product per layer are still summed over replicas once per step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def positive(w: Any, x: jax.Array) -> jax.Array:
 
 
 def skipped(value: jax.Array, grads: Any) -> Any:
-    """Micro-batches whose loss is no number do not count."""
+    """Zeros instead of gradients, if the micro-batch's loss is not finite."""
     return jax.tree.map(lambda g: jnp.where(jnp.isfinite(value), g, 0), grads)
 
 
@@ -86,7 +86,7 @@ def clipped(value: jax.Array, grads: Any) -> Any:
 
 
 def nesterov(w: Any, x: jax.Array) -> Any:
-    """Behind the micro-batches, the sum is added to what is made of it."""
+    """After the micro-batches, the gradient sum is added to a value that depends on it."""
     value, grads = value_and_grad(plain)(w, x)
     momentum = jax.tree.map(lambda g, p: g + 0.9 * p, grads, w)
     return jax.tree.map(lambda p, g, m: p - 0.1 * (g + 0.9 * m), w, grads, momentum), value
@@ -140,7 +140,7 @@ def test_gradients_that_are_read_in_each_micro_batch_are_reduced_there() -> None
 
 
 def train(step: Any) -> tuple[Any, Any, jax.Array]:
-    """Five steps beside the plain ones."""
+    """Compares five steps with the steps without passes. Returns the step, its parameters and the last batch."""
     own = "by_own_loop" in step.__qualname__ or step in (in_constrained_groups, sums_of_sums)
     microbatches = None if own else MICROBATCHES
     ours = strand_interleave(step, microbatches=microbatches, compiler_options=OPTIONS)

@@ -1,4 +1,4 @@
-"""Sums over replicas under automatic sharding: closed once a step, whatever the mesh, with the plain step's numbers."""
+"""Sums over replicas under automatic sharding: closed once per step on any mesh, with the plain step's results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {"xla_backend_optimization_level": 0}  # compiles fast
 
 
 class Case:
-    """A small transformer on a mesh; `own` accumulates in a loop of its own."""
+    """A small transformer on a mesh; with `own`, the step accumulates in its own loop."""
 
     def __init__(self, axes: dict[str, int], own: bool = False, constrained: bool = False, tied: bool = False) -> None:
         self.mesh = Mesh(np.array(jax.devices()[: math.prod(axes.values())]).reshape(*axes.values()), tuple(axes))
@@ -136,7 +136,7 @@ def test_programs_lowered_for_gspmd() -> None:
 
 
 def test_rows_that_do_not_divide_keep_their_own_gradient_closed() -> None:
-    """Of sequences of 10 tokens that are split over "cp", the first 9 are embedded; other gradients stay open."""
+    """The sequences have 10 tokens, split over "cp", but only the first 9 are embedded. Other gradients stay open."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "cp"))
 
     def loss(w: Any, tokens: jax.Array) -> jax.Array:
@@ -191,7 +191,7 @@ def test_accumulators_that_change_places_are_one(by_hand: bool) -> None:
 def test_what_is_no_sum_of_its_parts_stays_right(kind: str) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), "dp")
     dtype = jnp.float16 if kind == "float16" else jnp.float32
-    scale = 300.0 if kind == "float16" else 1.0  # sums of micro-batches lie beyond float16
+    scale = 300.0 if kind == "float16" else 1.0  # sums of micro-batches exceed float16
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x.astype(dtype), w)
@@ -222,7 +222,7 @@ def test_what_is_no_sum_of_its_parts_stays_right(kind: str) -> None:
 
 
 def train(case: Case, **options: Any) -> Any:
-    """Five steps beside the plain step. Returns what the passes did."""
+    """Compares five steps with the plain step. Returns the report of the passes."""
     plain, ours = jax.jit(case.step, compiler_options=OPTIONS), case.ours(**options)
     w = want = case.parameters()
     for tokens in case.batches():

@@ -1,4 +1,4 @@
-"""Sharding constraints that say what is known, on small HLO modules; whole steps in tests/runtime/test_meshes.py."""
+"""Redundant sharding constraints, on small HLO modules; tests of whole steps are in tests/runtime/test_meshes.py."""
 
 import re
 
@@ -61,7 +61,7 @@ def left(text: str) -> list[str]:
     module = HloModule.from_text(text)
     before = module.to_text().count('"Sharding"')
     count = fold_constraints(module)
-    after = module.to_text()  # which verifies it
+    after = module.to_text()  # also verifies it
     found = [i.name for c in module.computations for i in c.instructions if i.proto.custom_call_target == "Sharding"]
     assert len(found) == before - count and len(found) == after.count('"Sharding"')
     return sorted(found)
@@ -74,9 +74,9 @@ def test_what_starts_a_loops_state_says_it_for_all_that_moves_it() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "operand", "split", "stay"),
     [
-        ("row_c", "f32[8,16]", "row", ("dp", ""), {"row_c"}),  # gathered before it is used
+        ("row_c", "f32[8,16]", "row", ("dp", ""), {"row_c"}),  # the row is gathered before its use
         ("row_c", "f32[8,16]", "row", ("tp", "dp"), {"row_c"}),
-        ("y_c", "f32[8,16]", "y", ("", "tp"), {"y_c", "y_again"}),  # says where something is summed
+        ("y_c", "f32[8,16]", "y", ("", "tp"), {"y_c", "y_again"}),  # the constraint says where a sum is taken
         ("start", STACK, "zeros", ("", "", "tp"), {"start", "part_c", "new_c", "stack_c"}),
     ],
 )
@@ -91,7 +91,7 @@ def test_accumulators_are_split_as_they_start_and_what_layers_hand_on_keeps_its_
     assert "y_c" not in left(adding)  # x is read once
     other = constraint("row_c", "f32[8,16]", "row", "", "tp")
     line = next(line for line in adding.splitlines(keepends=True) if line.startswith("  row_c"))
-    assert "y_c" in left(adding.replace(line, other))  # what is added is split in another way
+    assert "y_c" in left(adding.replace(line, other))  # the added value is split differently
     handing_on = adding.replace("multiply(x, row_c)", "multiply(x, x)")
     assert "y_c" in left(handing_on)
 
@@ -103,8 +103,9 @@ def test_one_that_is_there_for_its_place_stays() -> None:
 
 @pytest.mark.parametrize("unreduced", ["", "pp"])
 def test_sums_that_are_open_stay_so_where_the_program_says_it(unreduced: str) -> None:
-    """The start of an accumulator does not say it for the loop: without its constraint there, each addition would be
-    reduced. One right behind another of the same says nothing new."""
+    """The constraint at an accumulator's start does not hold for the loop. Without a constraint in the loop, each
+    addition would be reduced. A constraint directly after an equal one is redundant.
+    """
 
     def open_sum(name: str, shape: str, operand: str) -> str:
         return constraint(name, shape, operand, *[""] * shape.count(","), "", unreduced=unreduced)

@@ -1,4 +1,4 @@
-"""Collectives of one device each are their operands."""
+"""Collectives of groups of one device are replaced by their operands."""
 
 from dhelix.passes.hlo import HloModule, verify
 from dhelix.passes.strands.microbatches.lone_collectives import drop_lone_collectives
@@ -22,6 +22,6 @@ def test_what_several_devices_do_stays() -> None:
     assert drop_lone_collectives(module) == 2
     verify(module)
     (x,) = module.entry.parameters
-    left = module.entry.root.operands  # the last one is of a replica with all of its partitions
+    left = module.entry.root.operands  # the last one is over a replica with all of its partitions
     assert [i.opcode for i in left] == ["all-reduce"] * 3 and all(i.operands == [x] for i in left)
     assert drop_lone_collectives(module) == 0

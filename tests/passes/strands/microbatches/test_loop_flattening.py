@@ -1,4 +1,4 @@
-"""A loop of which `unroll=` made an iteration of several micro-batches has one for each again."""
+"""If `unroll=` put several micro-batches into an iteration, the loop gets one iteration per micro-batch again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_micro_batches_beside_the_loop_join_it(step: Callable[..., Any], microba
 
 
 def test_an_iteration_that_reads_the_sum_stays() -> None:
-    """Two gradients, of which the second one's share depends on what was summed before: not two micro-batches."""
+    """The share of the second gradient depends on the sum so far, so the two gradients are not two micro-batches."""
 
     def step(w: jax.Array, batch: jax.Array) -> Any:
         def one(total: jax.Array, x: jax.Array) -> Any:

@@ -1,7 +1,7 @@
-"""Micro-batches that are written out become a loop of two strands, which computes the same bits.
+"""Unrolled micro-batches become a loop of two strands that computes the same bits.
 
-Both programs are run by StableHLO's reference interpreter, which rounds after each operation. XLA fuses written-out
-micro-batches otherwise than a loop's, and sums several in float32 that the program rounds to bfloat16 in between.
+StableHLO's reference interpreter runs both programs and rounds after each operation. XLA fuses unrolled micro-batches
+differently than a loop's, and sums several in float32 where the program rounds to bfloat16 in between.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_sums_in_few_bits_are_rounded_after_each_micro_batch() -> None:
 
 
 def refusal(step: Step, microbatches: int = 4) -> str:
-    """Why no strands are made of it, and that the parts are left alone."""
+    """The reason why no strands are made. Checks that the step is left alone."""
     module = HloModule.from_bytes(hlo_bytes(jax.jit(step).lower(*steps.arguments(microbatches))))
     refusals: list[Any] = []
     assert not list(partitions(module, refusals))
@@ -74,7 +74,7 @@ def test_micro_batches_of_several_sizes() -> None:
         return sum(jax.grad(steps.scanned)(w, x) for x in (rows[:2], rows[2:4], rows[4:5], rows[5:]))
 
     found = refusal(step)
-    assert "takes gradients 4 times over" in found and "micro-batch 3 has (s32[], f32[1,4]" in found
+    assert "takes 4 independent gradients" in found and "micro-batch 3 has (s32[], f32[1,4]" in found
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -84,7 +84,7 @@ def test_side_effects(ordered: bool) -> None:
         jax.debug.callback(lambda value: None, value, ordered=ordered)
         return value
 
-    assert "has side effects" in refusal(lambda w, batch: steps.from_zeros(w, batch, loss))
+    assert "has ordered side effects" in refusal(lambda w, batch: steps.from_zeros(w, batch, loss))
 
 
 def test_what_is_kept_of_each_micro_batch_is_small() -> None:
@@ -94,7 +94,7 @@ def test_what_is_kept_of_each_micro_batch_is_small() -> None:
 
     w, batch = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((2, 8, 4096), jnp.float32)
     module = HloModule.from_bytes(hlo_bytes(jax.jit(step).lower(w, batch)))
-    with pytest.raises(Unequal, match="kept of each micro-batch and not added up"):
+    with pytest.raises(Unequal, match="kept of each micro-batch and not summed"):
         equal_parts(module.entry)
 
 

@@ -1,7 +1,7 @@
-"""Losses that are a shard_map as a whole: their loop over micro-batches goes inside, and five steps are plain ones.
+"""Losses that are a shard_map as a whole: their micro-batch loop moves inside, and five steps equal the plain ones.
 
-A mesh of dp 2 x tp 4; SGD with momentum, whose factors are powers of two: XLA's CPU compiler may multiply and add in
-one instruction or in two. The loop is `value_and_grad`'s, or the step's own.
+The mesh is dp 2 x tp 4. The optimizer is SGD with momentum, whose factors are powers of two, because XLA's CPU compiler
+may multiply and add in one instruction or in two. The loop is made by `value_and_grad` or by the step itself.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def unrolled_hops(one: Function, carry: Any) -> Any:
 
 
 def ring(hops: Function) -> Function:
-    """Layers that send what they multiply round a ring of devices."""
+    """Layers that send their activations around a ring of devices."""
 
     def one(carry: Any, _: Any) -> Any:
         total, part, w = carry
@@ -82,7 +82,7 @@ def ring(hops: Function) -> Function:
 def mapped(
     layers: Function = scanned, axes: tuple[str, ...] = ("dp", "tp"), mesh: Mesh = MESH, **options: Any
 ) -> Function:
-    """A loss under a shard_map over `axes`, with a number and a count as auxiliary outputs."""
+    """A loss under a shard_map over `axes`, with a value and a count as auxiliary outputs."""
 
     loss = functools.partial(local_loss, layers=layers, over_rows="dp" in axes)
     specs = {"in_specs": (SPECS, P("dp") if "dp" in axes else P()), "out_specs": P()}
@@ -106,7 +106,7 @@ def by_value_and_grad(loss: Function) -> Function:
 
 
 def by_own_loop(gradients_of: Function) -> Function:
-    """Of a function that returns gradients and what else there is."""
+    """A step with its own loop over micro-batches; `gradients_of` returns gradients and auxiliary outputs."""
 
     def step(state: Any, x: jax.Array) -> Any:
         def micro_batch(total: Params, x: jax.Array) -> Any:
@@ -127,7 +127,7 @@ def update(state: Any, gradients: Params) -> Any:
 
 
 def gradients_inside(params: Params, x: jax.Array) -> Any:
-    """They are taken inside of the shard_map, which each micro-batch calls once."""
+    """Takes gradients inside the shard_map, which each micro-batch calls once."""
 
     def local(params: Params, x: jax.Array) -> Any:
         return jax.grad(lambda p: local_loss(p, x)[0])(params), 0
@@ -156,7 +156,7 @@ def five_steps(step: Function, mesh: Mesh) -> Any:
 
 
 def compare(step: Function, microbatches: int | None = None, mesh: Mesh = MESH) -> Report:
-    """Five steps with strands are those without; returns the report of the LOWERED passes."""
+    """Checks that five steps with strands equal the plain ones. Returns the report of the LOWERED passes."""
     interleaved = strand_interleave(step, microbatches=microbatches, strict=True)
     strands = five_steps(interleaved, mesh)
     with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +167,7 @@ def compare(step: Function, microbatches: int | None = None, mesh: Mesh = MESH) 
 
 
 def merged(report: Report) -> list[str]:
-    """Trip counts of the loops that merged."""
+    """Trip counts of the merged loops."""
     (note,) = [n for n in report["strand-duplication"].notes if n.message == "two strands"]
     loops = note.facts["merged_loops"]
     assert isinstance(loops, list)
@@ -175,8 +175,8 @@ def merged(report: Report) -> list[str]:
 
 
 def outside(report: Report) -> list[str]:
-    """Why a loop did not go into the shard_map that it calls."""
-    return [n.message for n in report["strand-duplication"].notes if "cannot go into" in n.message]
+    """Reasons why a loop was not moved into the shard_map that it calls."""
+    return [n.message for n in report["strand-duplication"].notes if "cannot move into" in n.message]
 
 
 LOSSES: dict[str, tuple[Function, list[str]]] = {
@@ -227,7 +227,7 @@ def test_explicit_axes() -> None:
 
 
 def test_sums_beside_the_shard_map() -> None:
-    """Weights of micro-batches, and what a loss adds to that of the shard_map, are sums along split dimensions."""
+    """Weights of micro-batches, and terms added to the shard_map's loss, are sums along split dimensions."""
 
     def decayed(params: Params, x: jax.Array) -> Any:
         value, aux = mapped()(params, x)
@@ -243,7 +243,7 @@ def test_sums_beside_the_shard_map() -> None:
 
 
 def half_by_hand(params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The layers are a shard_map, and the head and the mean over rows are the partitioner's."""
+    """The layers are a shard_map; the partitioner handles the head and the mean over rows."""
     weights = {name: params[name] for name in ("up", "down")}
     specs = {name: SPECS[name] for name in weights}
     y = jax.shard_map(scanned, mesh=MESH, in_specs=(P("dp"), specs), out_specs=P("dp"))(x, weights)
@@ -252,15 +252,15 @@ def half_by_hand(params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def test_a_head_outside_of_the_shard_map() -> None:
-    """The loop stays outside; shard_maps of both strands merge, and so do the layers in them."""
+    """The micro-batch loop stays outside. The shard_maps of both strands merge, and so do their layer loops."""
     report = compare(by_value_and_grad(half_by_hand), MICROBATCHES)
     assert merged(report) == ["4"]
     (why,) = outside(report)
-    assert "keep their residuals apart" in why
+    assert "do not share residual buffers" in why
 
 
 def put_together_for_each_call(params: Params, x: jax.Array) -> Any:
-    """Parameters that are kept in parts over dp."""
+    """Parameters that are stored in parts over dp."""
     kept = NamedSharding(MESH, P(None, None, ("tp", "dp")))
     return mapped()(params | {"up": lax.with_sharding_constraint(params["up"], kept)}, x)
 
@@ -274,8 +274,8 @@ def with_a_callback(params: Params, x: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (put_together_for_each_call, "a sharding constraint says otherwise than the shard_maps"),
-        (with_a_callback, "an operation stands beside the shard_maps that every device would do"),
+        (put_together_for_each_call, "a sharding constraint contradicts the shard_maps"),
+        (with_a_callback, "an operation outside the shard_maps cannot run on every device"),
     ],
 )
 def test_what_keeps_the_loop_outside(loss: Function, reason: str) -> None:

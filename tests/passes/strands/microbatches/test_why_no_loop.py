@@ -1,4 +1,4 @@
-"""A step without a loop to make strands of is told what it has instead, and what to do about that."""
+"""A step without a loop for strands gets a message that says what it has instead, and what to do about it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_layers_that_are_written_out_are_no_micro_batches(loss: Loss) -> None:
 
 
 def test_a_step_without_gradients() -> None:
-    assert "holds no backward pass" in reason(forward_alone(scanned))
+    assert "has no backward pass" in reason(forward_alone(scanned))
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -53,7 +53,7 @@ def test_steps_of_an_optimizer_are_named(loss: Loss, jitted: bool) -> None:
             w = w - gradient(w, x)
         return w
 
-    assert "steps of an optimizer, one after another" in reason(step)
+    assert "several optimizer steps" in reason(step)
 
 
 def test_gradients_of_gradients_are_named() -> None:
@@ -64,7 +64,7 @@ def test_gradients_of_gradients_are_named() -> None:
 
 
 def test_gradients_of_two_losses_are_no_micro_batches() -> None:
-    """Neither operation is the other's: they have other names."""
+    """The operations of the two losses have different names, so they are not one loss of two micro-batches."""
 
     def step(w: jax.Array, batch: jax.Array) -> Any:
         generator = jax.grad(scanned)(w, batch[0])

@@ -1,4 +1,4 @@
-"""Train steps whose micro-batches are written out, by Python or by `unroll=`, for tests."""
+"""Train steps with unrolled micro-batches, unrolled by Python or by `unroll=`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[..., Any]
 
 
 def same_bits(step: Callable[..., Any], microbatches: int) -> list[int]:
-    """Of how many micro-batches strands are made, in loops that compute what the step does, to the last bit."""
+    """Numbers of micro-batches of the strand loops. Checks that the loops compute the same bits as the step."""
     values = arguments(microbatches)
     lowered = jax.jit(step, keep_unused=True).lower(*values)
     changed, report = PassManager([StrandDuplication()]).run(Stage.LOWERED, hlo_bytes(lowered))
@@ -38,7 +38,7 @@ def scanned(w: Array, x: Array) -> Array:
 
 
 def written_out(w: Array, x: Array) -> Array:
-    """Of layers as wide as a micro-batch has rows, so that gradients of weights and of activations look alike."""
+    """Layers that are unrolled by a Python loop."""
     for layer in range(LAYERS):
         x = x + jnp.tanh(x @ w[layer])
     return jnp.mean(x**2)
@@ -66,7 +66,7 @@ def from_zeros(w: Array, batch: Array, loss: Loss = scanned) -> Any:
 
 
 def from_the_first(w: Array, batch: Array) -> Any:
-    """The last loss alone is returned."""
+    """Accumulates from the first gradient on, and returns the loss of the last micro-batch only."""
     grads, one = None, None
     for x in batch:
         one, gradient = jax.value_and_grad(scanned)(w, x)
@@ -151,7 +151,7 @@ def written_out_layers(w: Array, batch: Array) -> Any:
 
 
 def norms(w: Array, batch: Array) -> Any:
-    """What is not linear in a gradient, and a list of it."""
+    """Uses the gradient's norm, which is not linear in the gradient, and returns all norms."""
     grads, found = jnp.zeros_like(w), []
     for x in batch:
         gradient = jax.grad(scanned)(w, x)
@@ -161,7 +161,7 @@ def norms(w: Array, batch: Array) -> Any:
 
 
 def unrolled_scan(unroll: int | bool, layers: int = 1) -> Callable[..., Any]:
-    """`layers` is how many of them an iteration of the loop over layers holds."""
+    """Micro-batches in a scan with `unroll`; each iteration of the layer loop holds `layers` layers."""
 
     def loss(w: Array, x: Array) -> Array:
         body = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731

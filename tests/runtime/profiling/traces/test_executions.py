@@ -1,4 +1,4 @@
-"""Executions of single instructions out of traces that are written by hand."""
+"""Executions of single instructions, from hand-written traces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_streams_are_kept_apart_and_sorted_by_start() -> None:
 
 
 def test_iterations_of_a_loop_are_executions_of_their_own() -> None:
-    """A stream that only runs the collective of a loop's body sees nothing else between two of them."""
+    """A stream that runs only the collective of a loop's body has nothing between two of its executions."""
     found = of(*(kernel(2, start, start + 30, "gather") for start in (0, 200, 400)), kernel(1, 0, 430, "gemm"))
     assert [e.name for e in found] == ["gather", "gemm", "gather", "gather"]
     assert sum(e.seconds for e in found if e.name == "gather") == pytest.approx(90e-6)
@@ -150,7 +150,7 @@ def test_what_has_no_name_takes_that_of_the_mark_before_it() -> None:
 
 
 def test_pieces_of_one_mark_are_one_execution_and_names_are_kept() -> None:
-    """Copy engines of several streams, one of which is done late, with a kernel in between."""
+    """Copy engines of several streams, one of which ends late, with a kernel in between."""
     found = marked(
         execution("mark1", 0, 1),
         execution("", 2, 10),

@@ -1,4 +1,4 @@
-"""Executions by instruction: of a step whose loop runs three times, with a product, a gather and an exchange."""
+"""Executions by instruction, of a step whose loop runs three times, with a product, a gather and an exchange."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def times(found: list[Execution]) -> dict[str, list[tuple[float, float]]]:
 
 
 def step(pieces: int, iterations: int = 3) -> list[Execution]:
-    """100 us per iteration; each gather is that many events without a name."""
+    """Executions of 100 us per iteration; each gather is `pieces` events without a name."""
     found = []
     for begin in range(0, 100 * iterations, 100):
         found += [execution("", begin + 10 * n, begin + 10 * n + 8) for n in range(pieces)]

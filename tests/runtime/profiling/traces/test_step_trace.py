@@ -1,4 +1,4 @@
-"""What the trace of a step says its operators cost; the step and its executions are written down."""
+"""Costs of operators from a step's trace; step and executions are written by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def timings(*gpus: Sequence[Execution]) -> dict[Key, Timing]:
 
 
 def ran(name: str, *seconds: float, shared: float = 0.0) -> list[Execution]:
-    """Executions, a millisecond apart, that take so many microseconds."""
+    """Executions one millisecond apart; `seconds` are their durations in microseconds."""
     return [execution(name, 1000 * n, 1000 * n + s, shared) for n, s in enumerate(seconds)]
 
 
@@ -106,7 +106,7 @@ def test_what_the_module_does_not_have_is_left_out() -> None:
 
 def test_a_gpu_that_ran_less_is_no_error() -> None:
     found = timings(ran("gather.inside", 10, 10, 10, 10), ran("gather.inside", 20, 20, 20), ran("gemm", 5))
-    assert found == {}  # nobody knows which GPU came last
+    assert found == {}  # it is unknown which GPU came last
     found = timings(ran("gemm", 10, 10), ran("gemm", 10), ran("moved", 5))
     assert set(found) == {key("gemm")}
 

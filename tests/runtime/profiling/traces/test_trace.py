@@ -1,4 +1,4 @@
-"""Overlap from profiler traces. The traces are written by hand in the profiler's own text format."""
+"""Overlap from profiler traces, which are written by hand in the profiler's own text format."""
 
 import random
 from pathlib import Path
@@ -32,7 +32,7 @@ Kernel = tuple[str, str, float, float, dict[str, str]]
 
 
 def profile(*kernels: Kernel, device: str = "/device:GPU:0") -> trace.Profile:
-    """Kernels are (stream, kernel name, start in ms, end in ms, stats)."""
+    """A trace; kernels are (stream, kernel name, start in ms, end in ms, stats)."""
     names = sorted({name for _, name, *_ in kernels} | {key for *_, stats in kernels for key in stats})
     ids = {name: number for number, name in enumerate(names, 1)}
     lines = []
@@ -82,7 +82,7 @@ def test_hidden_is_what_lies_under_compute_on_any_stream() -> None:
 
 
 def test_the_instruction_decides_and_not_the_kernel() -> None:
-    """A copy-engine all-gather is a memcpy; a GEMM may be called anything."""
+    """A copy-engine all-gather is a memcpy, and the kernel of a GEMM may have any name."""
     report = trace.analyse(
         profile(
             ("Stream #1", "nccl_lookalike_gemm", 0, 2, op("custom-call.7")),
@@ -117,7 +117,7 @@ def test_kernels_of_command_buffers_are_told_apart_by_name_and_the_report_says_s
 
 
 def test_copies_that_name_no_instruction_are_what_nccl_gives_to_copy_engines() -> None:
-    """XLA's own copies name theirs, and are compute; those from and to the host are neither NCCL's."""
+    """XLA's own copies name their instruction and count as compute. Copies from and to the host are not NCCL's."""
     report = trace.analyse(
         profile(
             ("Stream #1", "gemm", 0, 4, op("dot.1")),
@@ -173,11 +173,11 @@ def test_a_trace_without_gpus() -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(DhelixError, match="record one with jax.profiler.trace"):
         trace.load(tmp_path)
-    with pytest.raises(DhelixError, match="no such trace"):
+    with pytest.raises(DhelixError, match="no trace at"):
         trace.load(tmp_path / "missing.pb")
     broken = tmp_path / "a.xplane.pb"
     broken.write_bytes(b"\xff\xff not a trace")
-    with pytest.raises(DhelixError, match="is no profiler trace"):
+    with pytest.raises(DhelixError, match="is not a profiler trace"):
         trace.load(broken)
 
 

@@ -1,4 +1,4 @@
-"""Programs out of traces: of a real one on CPU devices, and of files that hold none."""
+"""Programs from traces: from a real trace on CPU devices, and from files that hold none."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_what_holds_no_program_is_said(tmp_path: Path) -> None:
     with pytest.raises(DhelixError, match="holds no compiled program"):
         traced_modules.load(file)
     file.write_bytes(b"\xff no trace")
-    with pytest.raises(DhelixError, match="is no profiler trace"):
+    with pytest.raises(DhelixError, match="is not a profiler trace"):
         traced_modules.load(file)
-    with pytest.raises(DhelixError, match="no such trace"):
+    with pytest.raises(DhelixError, match="no trace at"):
         traced_modules.load(tmp_path / "missing.xplane.pb")

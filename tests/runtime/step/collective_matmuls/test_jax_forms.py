@@ -1,4 +1,4 @@
-"""Collective matmuls put into programs that do not ask for them: same results on CPU devices, and what GPUs run."""
+"""Collective matmuls put into programs that do not ask for them: equal results on CPU devices, and GPU programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec(name: str, axis: str) -> PartitionSpec:
 
 
 def layer(x: jax.Array, w: Arrays, axis: str) -> jax.Array:
-    """One of a transformer's, without attention and norms: sequence parallel along `axis`."""
+    """A transformer layer without attention and norms, sequence-parallel along `axis`."""
 
     def gather(x: jax.Array) -> jax.Array:
         return lax.all_gather(x, axis, axis=1, tiled=True)
@@ -61,7 +61,7 @@ def layer(x: jax.Array, w: Arrays, axis: str) -> jax.Array:
 
 
 def step(mesh: Mesh, axis: str) -> Callable[[Arrays, jax.Array], Any]:
-    """Loss and gradients of a scan over layers."""
+    """A step: loss and gradients of a scan over layers."""
     other = "dp" if axis == "tp" else "tp"
 
     def body(weights: Arrays, x: jax.Array) -> Any:
@@ -95,7 +95,7 @@ def transformed(
 
 
 def made(report: StageReport) -> dict[str, int]:
-    """Sites that were replaced, and how often."""
+    """Replaced sites, and how often each was replaced."""
     notes = [note for entry in report.passes for note in entry.notes if note.message == "a collective matmul"]
     return {note.facts["site"]: note.facts["count"] for note in notes}
 
@@ -117,7 +117,7 @@ def plain(axis: str) -> tuple[jax.stages.Lowered, Any]:
     ids=lambda value: getattr(value, "key", value),
 )
 def test_loss_and_gradients_are_those_of_the_plain_step(form: Form, axis: str) -> None:
-    """Forward and backward loops; over dp the groups are devices {0, 4}, {1, 5}, ..."""
+    """Replaces in forward and backward loops. Over dp, the groups are devices {0, 4}, {1, 5}, ..."""
     lowered, expected = plain(axis)
     changed, report = transformed(lowered, form, jax.devices("cpu")[:8])
     assert sum(made(report).values()) == 8, "two gathers and two scatters, forward and backward"
@@ -126,18 +126,20 @@ def test_loss_and_gradients_are_those_of_the_plain_step(form: Form, axis: str) -
 
 
 def test_rows_that_do_not_divide_into_chunks_keep_their_form() -> None:
-    given = arguments(seq=12)  # 3 rows on a device
+    given = arguments(seq=12)  # 3 rows per device
     lowered = jax.jit(step(cpu_mesh(), "tp")).lower(*given)
     passes = collective_matmul_passes(jax.devices("cpu")[:8], Form("hybrid", chunks=2), Stage.LOWERED)
     new, report = PassManager(passes).run(Stage.LOWERED, hlo_bytes(lowered))
     assert new is None
     reasons = [note.message for note in report.passes[0].notes]
-    assert sum("needs 2 or more chunks that divide 3 rows" in reason for reason in reasons) == 2, reasons
+    assert sum("needs a number of chunks of at least 2 that divides 3 rows" in reason for reason in reasons) == 2, (
+        reasons
+    )
 
 
 @st.composite
 def products(draw: st.DrawFn) -> tuple[str, dict[str, int], int, str]:
-    """An einsum of x and w, sizes by letter, which dimension of x is gathered, and what is scattered of the result."""
+    """An einsum of x and w, sizes by letter, the gathered dimension of x, and the scattered dimension of the result."""
     x = "".join(draw(st.permutations("abc")))
     k = x[-1]
     w = "".join(draw(st.permutations(k + "d")))
@@ -152,7 +154,7 @@ def products(draw: st.DrawFn) -> tuple[str, dict[str, int], int, str]:
 @hypothesis.given(products(), st.sampled_from(["gather", "scatter", "reduce"]), st.booleans())
 @hypothesis.settings(max_examples=12)
 def test_any_order_of_dimensions(product: tuple[str, dict[str, int], int, str], kind: str, others: bool) -> None:
-    """Whatever order dimensions stand in: where it is replaced, the result is the same."""
+    """Dimensions may be in any order. If the program is replaced, its results stay the same."""
     formula, sizes, gathered, letter = product
     operands, out = formula.split("->")
     first, second = operands.split(",")
@@ -185,13 +187,13 @@ def test_any_order_of_dimensions(product: tuple[str, dict[str, int], int, str], 
 
 
 def test_products_in_float32_that_are_narrowed_are_rounded_once() -> None:
-    """Of bfloat16 with preferred_element_type=float32, as mixed precision is often written; behind gathers and sums."""
+    """bfloat16 with preferred_element_type=float32, as mixed precision is often written, next to gathers and sums."""
     float32, narrow = {"preferred_element_type": jnp.float32}, jnp.bfloat16
 
     def body(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
         gathered = lax.all_gather(x, "tp", axis=0, tiled=True)
         y = jnp.dot(gathered, w, **float32).astype(narrow)
-        wide = jnp.tanh(jnp.dot(gathered, v, **float32))  # which is left
+        wide = jnp.tanh(jnp.dot(gathered, v, **float32))  # left alone
         z = jnp.dot(y, v, **float32).astype(narrow)
         return [y, wide, lax.psum_scatter(z, "tp", scatter_dimension=0, tiled=True)]
 
@@ -232,7 +234,7 @@ def test_without_measured_times_nothing_is_replaced() -> None:
     passes = collective_matmul_passes(jax.devices("cpu")[:8], "auto", Stage.LOWERED)
     new, report = PassManager(passes, strict=True).run(Stage.LOWERED, hlo_bytes(lowered))
     assert new is None
-    assert any("no other form is known to be faster" in note.message for note in report.passes[0].notes)
+    assert any("no collective matmul is known to be faster" in note.message for note in report.passes[0].notes)
 
 
 def test_a_program_for_other_devices_is_left_alone() -> None:
@@ -244,19 +246,19 @@ def test_a_program_for_other_devices_is_left_alone() -> None:
 
 
 def test_passes_have_a_fingerprint() -> None:
-    """It goes into the name of the module, so options and the sources of the forms must be told by text."""
+    """The fingerprint becomes part of the module's name, so options and sources of the forms need a text form."""
     devices = jax.devices("cpu")[:8]
     found = {PassManager(collective_matmul_passes(devices, form)).fingerprint() for form in ("auto", "ring", "hybrid")}
     assert len(found) == 3
 
 
-# What GPUs run
+# GPU programs
 
 
 def on_gpus(
     function: Callable[..., Any], mesh: Mesh, form: str | Form, *arguments: jax.ShapeDtypeStruct
 ) -> tuple[HloModule, list[StageReport]]:
-    """The scheduled GPU program with the passes run by the compiler, and what they report."""
+    """The scheduled GPU program after the compiler has run the passes, and the reports."""
 
     def collective_matmul_step(*arguments: jax.Array) -> Any:
         return function(*arguments)
@@ -274,7 +276,7 @@ def on_gpus(
 
 
 def in_flight(sequence: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """From where to where each asynchronous collective is under way."""
+    """Schedule positions of start and done of each asynchronous collective."""
     ends = {start_of(i): n for n, i in enumerate(sequence) if is_done(i)}
     starts = ((n, i) for n, i in enumerate(sequence) if is_start(i) and find_collective(i) is not None)
     return [(n, ends[i]) for n, i in starts]
@@ -285,7 +287,7 @@ def gpu_arguments(mesh: Mesh, *shapes: tuple[tuple[int, ...], PartitionSpec]) ->
 
 
 def block(mesh: Mesh) -> Callable[..., Any]:
-    """Two weights after one gather, whose gathered value is returned too, and a scatter."""
+    """One gather for two weights, whose gathered value is also a result, and a scatter."""
     column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
 
     def body(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -306,7 +308,7 @@ def block_arguments(mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("form", "permutes", "others"), [(Form("ring"), 6, 0), (Form("hybrid", chunks=4), 0, 8)])
 def test_on_gpus_collectives_run_beside_products(form: Form, permutes: int, others: int) -> None:
-    """Three steps of each ring, or four chunks of each collective, too large for XLA to combine two of them."""
+    """Three steps of each ring, or four chunks of each collective, which are too large for XLA to combine."""
     mesh = deviceless.mesh({"dp": 2, "tp": 4})
     module, reports = on_gpus(block(mesh), mesh, form, *block_arguments(mesh))
     assert made(reports[0]) == {
@@ -324,7 +326,7 @@ def test_on_gpus_collectives_run_beside_products(form: Form, permutes: int, othe
 @pytest.mark.deviceless
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 4}], ids=str)
 def test_on_gpus_a_kernel_is_spliced_in(axes: dict[str, int]) -> None:
-    """The custom call holds the kernel, its mesh is that of the program, and nothing of NCCL is in flight beside it."""
+    """The custom call holds the kernel and the program's mesh, and no NCCL collective is in flight next to it."""
     mesh = deviceless.mesh(axes)
     column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
 
@@ -353,7 +355,7 @@ def test_on_gpus_a_kernel_is_spliced_in(axes: dict[str, int]) -> None:
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("asked", "kernels"), [({}, 1), ({"collective_matmul": "off"}, 0)], ids=str)
 def test_intra_batch_partitions_products(asked: Any, kernels: int) -> None:
-    """The kernel is what was measured to be fastest at this site, and runs only in a program without CUDA graphs."""
+    """The kernel is the fastest measured form at this site, and runs only in a program without CUDA graphs."""
     mesh = deviceless.mesh({"tp": 2})
     column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
     program = jax.shard_map(

@@ -1,4 +1,4 @@
-"""Which sites of a step with strands become collective matmuls, on GPUs that need not exist."""
+"""Sites of a step with strands that become collective matmuls, on GPUs that need not exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DOWN = Site("matmul_reduce_scatter", 2048, 768, 1024, "bfloat16", 4)
 
 
 def times(**ratios: float) -> Times:
-    """How many times longer than its GEMM a ring takes at both sites. Monolithic is slower, so a ring is to be had."""
+    """Times of a ring at both sites, relative to the GEMM. The monolithic form is slower, so a ring may be chosen."""
     sites = {
         site: SiteTimes(Timing(1.0), Timing(1.0), {MONOLITHIC: Timing(99.0), Form("ring"): Timing(ratios[name])})
         for name, site in (("qkv", QKV), ("down", DOWN))
@@ -67,11 +67,12 @@ def known(monkeypatch: pytest.MonkeyPatch, found: Times) -> None:
 
 @pytest.mark.deviceless
 def test_each_site_is_decided_for_where_it_stands(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that is said to take 20 times as long as its GEMM is left out everywhere. One that takes 1.75 times as
-    long is taken where nothing else hides the collective; but a ring's program is in fact no faster, and without a word
-    to the contrary that would count."""
+    """A form that takes 20 times as long as its GEMM is left out everywhere. A form that takes 1.75 times as long is
+    taken where nothing else hides the collective. The ring's real program is no faster, which would reject it, so the
+    test replaces the prediction for the real program.
+    """
     known(monkeypatch, times(qkv=1.75, down=20.0))
-    monkeypatch.setattr(passes_choice, "MARGIN", 0.0)  # two layers: little is gathered
+    monkeypatch.setattr(passes_choice, "MARGIN", 0.0)  # with two layers, few bytes are gathered
     real: list[float] = []
 
     def recorded(*arguments: Any) -> float:
@@ -96,7 +97,7 @@ def test_each_site_is_decided_for_where_it_stands(training: Training, monkeypatc
 
 
 def strands_beside_matmuls(lowered: jax.stages.Lowered, passes: PassManager) -> list[set[str]]:
-    """Of each computation of the scheduled step that holds collective matmuls: the strands that run in it."""
+    """For each computation of the scheduled step that holds collective matmuls: the strands that run in it."""
     source = passes.run(Stage.LOWERED, lowering.hlo_bytes(lowered))[0]
     assert source is not None
     scheduled = scheduled_only.scheduled(lowered, source, "test", lambda one: passes.run(Stage.PRE_SCHEDULER, one)[0])
@@ -158,6 +159,6 @@ def test_what_cannot_be_predicted_stops_no_job(
     options = StepOptions(collective_matmul="auto")
     target = Target.of(lowered, options)
     assert step_passes.weighed(options, target, lowered, None) == ()
-    assert "by what they save alone: a mistake" in caplog.text
+    assert "by their own times, without a prediction of the step: a mistake" in caplog.text
     with pytest.raises(RuntimeError, match="a mistake"):
         step_passes.weighed(options.but(strict=True), target, lowered, None)

@@ -17,7 +17,7 @@ LAYERS, WIDTH, ROWS, COUNT = 3, 8, 16, 4
 
 
 class Network(nnx.Module):
-    """Layers in a scan, a tied projection, and what a forward pass changes: running statistics and dropout's counts."""
+    """Layers in a scan, a tied projection, and state that forward changes: running statistics and dropout's counts."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -41,7 +41,7 @@ def loss(model: Network, batch: jax.Array) -> jax.Array:
 def objects() -> tuple[Any, nnx.Optimizer, nnx.metrics.Average]:
     model = Network(nnx.Rngs(0, dropout=1))
     made = model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), nnx.metrics.Average()
-    nnx.update(made, jax.device_put(nnx.state(made), NamedSharding(mesh(), P())))  # so that each step is compiled once
+    nnx.update(made, jax.device_put(nnx.state(made), NamedSharding(mesh(), P())))  # so that each step compiles once
     return made
 
 
@@ -55,7 +55,7 @@ def batch() -> jax.Array:
 
 
 def step_of(take: Callable[[Network, jax.Array], Any]) -> Callable[..., jax.Array]:
-    """A step in the way of Flax's guides; `take(model, batch)` returns loss and gradients."""
+    """A step as in Flax's guides; `take(model, batch)` returns loss and gradients."""
 
     def train_step(model: Network, optimizer: nnx.Optimizer, metrics: Any, batch: jax.Array) -> jax.Array:
         value, gradients = take(model, batch)
@@ -67,7 +67,7 @@ def step_of(take: Callable[[Network, jax.Array], Any]) -> Callable[..., jax.Arra
 
 
 def accumulated(model: Network, batch: jax.Array) -> Any:
-    """What `dhelix.value_and_grad` is to compute, as a loop of Python."""
+    """The expected result of `dhelix.value_and_grad`, computed by a Python loop."""
     total = jnp.float32(0), jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
     for rows in batch.reshape(ROWS // COUNT, COUNT, WIDTH).swapaxes(0, 1):
         total = jax.tree.map(jnp.add, total, nnx.value_and_grad(loss)(model, rows))
@@ -75,7 +75,7 @@ def accumulated(model: Network, batch: jax.Array) -> Any:
 
 
 def arrays(*objects: Any) -> list[np.ndarray]:
-    """All values in NNX objects; of random keys their data."""
+    """All values in NNX objects; for random keys, their data."""
     leaves = jax.tree.leaves(nnx.state(objects))
     return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
 

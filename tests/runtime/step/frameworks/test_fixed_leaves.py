@@ -1,4 +1,4 @@
-"""Steps of Equinox modules, and of other trees with leaves that are no arrays: as under `eqx.filter_jit`."""
+"""Steps of Equinox modules, and of other trees with leaves that are not arrays: as under `eqx.filter_jit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dhelix.tests.runtime.step.frameworks.nnx_training import COUNT, LAYERS, ROW
 
 
 class Network(eqx.Module):
-    """With a function, a number, a flag and nothing among its leaves, and a name that is none of them."""
+    """Has a function, a number, a flag and None among its leaves, and a static name."""
 
     layers: jax.Array
     linear: eqx.nn.Linear
@@ -72,7 +72,7 @@ def own_loop(model: Network, batch: jax.Array) -> Any:
 
 def train(step: Callable[..., Any]) -> tuple[Any, ...]:
     arrays, rest = eqx.partition(network(), eqx.is_array)
-    model = eqx.combine(jax.device_put(arrays, NamedSharding(mesh(), P())), rest)  # so that each step is compiled once
+    model = eqx.combine(jax.device_put(arrays, NamedSharding(mesh(), P())), rest)  # so that each step compiles once
     state = model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
     for _ in range(2):
         *state, value = step(*state, batch())
@@ -98,7 +98,7 @@ def test_own_loop(filtered: bool) -> None:
     function = step_of(own_loop)
     step = strand_interleave(eqx.filter_jit(function) if filtered else function, strict=True)
     actual = train(step)
-    check_close(reference(), actual, 1e-6)  # replicas are summed once a step
+    check_close(reference(), actual, 1e-6)  # replicas are summed once per step, so additions are in another order
     assert step.report(*actual[:2], batch())["strand-duplication"].changed
 
 
@@ -147,7 +147,7 @@ def test_leaves_of_plain_trees(caplog: pytest.LogCaptureFixture, monkeypatch: py
     step = strand_interleave(lambda tree: (tree["x"] * len(tree["name"]), tree["name"]))
     for length in range(1, 10):
         assert step({"x": jnp.float32(2), "name": "n" * length}) == (2 * length, "n" * length)
-    assert caplog.text.count("pass a number that changes as jnp.asarray(number)") == 1
+    assert caplog.text.count("pass changing numbers as jnp.asarray(number)") == 1
     with pytest.raises(TypeError, match=r"d\['name'\]|tree\['name'\]"):
         step({"x": jnp.float32(2), "name": set()})
 
@@ -204,7 +204,7 @@ def test_gradients_are_those_of_filter_value_and_grad(name: str) -> None:
 
 
 class Counting(eqx.Module):
-    """A layer with running statistics: a mean, a number of updates, and whether there was one."""
+    """A layer with running statistics: a mean, a number of updates, and a flag whether there was one."""
 
     statistics: eqx.nn.StateIndex[Any]
 

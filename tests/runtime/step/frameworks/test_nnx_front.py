@@ -1,4 +1,4 @@
-"""Steps that change NNX objects: as under `nnx.jit`, whatever they do to the objects."""
+"""Steps that change NNX objects behave as under `nnx.jit`, whatever they do to the objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ looped_step = step_of(value_and_grad(loss))
 
 
 def scan_step(model: Network, optimizer: nnx.Optimizer, batches: jax.Array) -> jax.Array:
-    """With a loop of its own, by NNX."""
+    """A step with its own loop over micro-batches, written with `nnx.scan`."""
     axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
 
     @nnx.scan(in_axes=(nnx.Carry, axes, 0), out_axes=(nnx.Carry, 0))
@@ -163,7 +163,7 @@ def test_the_graph_may_change() -> None:
     model = objects()[0]
     for calls in (1, 2):
         assert step(model, batch()) is model.last
-        assert model.calls == calls and len(traces) == calls  # a static attribute is another program
+        assert model.calls == calls and len(traces) == calls  # a changed static attribute makes another program
     np.testing.assert_allclose(model.seen[...], 2 * batch().sum(), rtol=1e-6)
     assert model.last.kernel.shape == (2, 3)
 

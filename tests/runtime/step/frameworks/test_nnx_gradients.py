@@ -1,4 +1,4 @@
-"""`dhelix.value_and_grad` of NNX objects: what `nnx.value_and_grad` gives, over micro-batches too."""
+"""`dhelix.value_and_grad` of NNX objects equals `nnx.value_and_grad`, also over micro-batches."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_sown_values_are_those_of_the_whole_batch() -> None:
 
     model: Any = Sowing()
     reference = Sowing()
-    for _ in range(2):  # the second appends
+    for _ in range(2):  # the second call appends
         _split(value_and_grad(_squares))(model, batch())
         nnx.value_and_grad(_squares)(reference, batch())
     _close(nnx.state(reference), nnx.state(model))
@@ -123,7 +123,7 @@ def test_keyword_arguments_are_the_same_for_all() -> None:
 
 
 class Remat(nnx.Module):
-    """Layers whose transformation gives all variables new values, equal ones; some are differentiated."""
+    """Layers whose transformation replaces all variables' values by equal ones; some variables are differentiated."""
 
     def __init__(self) -> None:
         self.linear = nnx.LoRA(WIDTH, 2, WIDTH, base_module=_linear(), rngs=nnx.Rngs(1))
@@ -145,7 +145,7 @@ def test_variables_that_come_back_from_a_transformation(which: Any) -> None:
 
 
 def test_verification_names_variables() -> None:
-    mean = value_and_grad(lambda model, x: jnp.mean(model(x)))  # zero here, unlike its gradients
+    mean = value_and_grad(lambda model, x: jnp.mean(model(x)))  # zero here, but its gradients are not
     step = strand_interleave(mean, microbatches=COUNT, passes=[], verify=True, reduce="sum")
     with pytest.raises(DhelixError, match=r"gradient\['\w+'\] differs .* take reduce="):
         step(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros), batch())
@@ -153,5 +153,5 @@ def test_verification_names_variables() -> None:
 
 def test_without_a_batch() -> None:
     data = batch()
-    with pytest.raises(DhelixError, match="got no batch to split"):
+    with pytest.raises(DhelixError, match="found no batch to split"):
         _split(value_and_grad(lambda model: _squares(model, data)))(_linear())

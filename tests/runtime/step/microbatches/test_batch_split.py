@@ -1,4 +1,4 @@
-"""Which arguments `value_and_grad` splits: those that are named, or the only one that holds arrays."""
+"""Arguments that `value_and_grad` splits: the named ones, or the only one that holds arrays."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_random_keys_by_name_and_in_trees() -> None:
     keys = {"dropout": jax.random.key(1), "noise": jax.random.PRNGKey(2)}
     (_, noise), _ = split(value_and_grad(loss, has_aux=True, rng_argnames="keys"))(W, X, keys=keys)
     assert all(len(np.unique(drawn)) == ROWS for drawn in noise.values())
-    with pytest.raises(DhelixError, match="argument 1 .* random keys beside other arrays.* argument of their own"):
+    with pytest.raises(DhelixError, match="argument 1 .* random keys and other arrays.* argument of their own"):
         split(value_and_grad(lambda w, batch: jnp.mean(w)))(W, {"x": X, "key": jax.random.key(0)})
     with pytest.raises(DhelixError, match="argument keys holds random keys.*rng_argnames='keys'"):
         split(value_and_grad(loss, has_aux=True))(W, X, keys=keys)
@@ -135,7 +135,7 @@ def test_random_keys_by_name_and_in_trees() -> None:
     ("options", "args", "message"),
     [
         ({"batch_argnums": 3}, (W, X), "batch_argnums=3: the loss function was called with 2 positional arguments"),
-        ({"batch_argnames": "y"}, (W, X), "batch_argnames='y': the call passes no such argument, but w, x"),
+        ({"batch_argnames": "y"}, (W, X), "batch_argnames='y': the call passes no such argument; it passes w, x"),
         ({"batch_argnums": (0, 1)}, (W, X), "argument 0 is differentiated and is the batch"),
         ({"batch_argnums": 1, "rng_argnums": 1}, (W, X), "argument 1 is the batch and holds random keys"),
         ({"batch_argnums": ()}, (W, X), "no batch to split"),
@@ -160,5 +160,5 @@ def test_a_name_that_does_not_exist() -> None:
         value_and_grad(regression, batch_argnames=("x", "z"))
     with pytest.raises(DhelixError, match="rng_argnames='key'"):
         value_and_grad(regression, rng_argnames="key")
-    with pytest.raises(DhelixError, match="says no names of its parameters"):
+    with pytest.raises(DhelixError, match="parameters are unknown; give positions"):
         value_and_grad(min, batch_argnames="x")

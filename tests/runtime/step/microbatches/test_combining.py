@@ -1,4 +1,4 @@
-"""Outputs of micro-batches become one of the type that `jax.value_and_grad` gives, each kind by its own rule."""
+"""Outputs of micro-batches are combined to the type that `jax.value_and_grad` gives, each kind by its own rule."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_weak_types_stay_weak_so_that_the_next_step_is_the_same_program() -> Non
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float4_e2m1fn"])
 def test_narrow_floats_add_up_in_float32(name: str) -> None:
-    """In its own type a sum of 64 ones would stay at what the type can count to in ones."""
+    """A sum of 64 ones in the narrow type itself would stop growing early."""
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(x @ w.astype(jnp.float32)) / len(x)
@@ -85,7 +85,7 @@ def test_complex_sums(reduce: str) -> None:
 
 
 def test_verify_compares_what_is_comparable() -> None:
-    """Parameters without gradients, and gradients that are still unreduced."""
+    """Works with parameters without gradients, and with gradients that are still unreduced."""
 
     def step(params: Any, x: jax.Array) -> Any:
         reduced = {**params, "w": reshard(params["w"], P(reduced=frozenset({"dp"})))}
@@ -124,7 +124,7 @@ def layers(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("reduce", ["mean", "sum", "weighted"])
 def test_gradients_stay_unreduced_until_the_user_reduces_them(reduce: str, dtype: Any) -> None:
-    """Two strands, and one all-reduce of the gradients, after the loop."""
+    """The step has two strands, and one all-reduce of the gradients after the loop."""
     weights: Any = {"weights": lambda w, x: jnp.sum(jnp.ones(len(x)))} if reduce == "weighted" else {}
 
     def step(w: jax.Array, x: jax.Array) -> Any:
@@ -164,7 +164,7 @@ class Fp8Model(linen.Module):
 
 
 def uneven_rows(dtype: Any = jnp.float32) -> jax.Array:
-    return X.at[1::4].multiply(20).astype(dtype)  # those of one micro-batch are large
+    return X.at[1::4].multiply(20).astype(dtype)  # the rows of one micro-batch are large
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -188,7 +188,7 @@ def test_fp8_histories_and_scales_are_those_of_the_whole_batch(operation: Any, d
 
 
 def test_fp8_input_history_is_the_same_for_every_reduction() -> None:
-    """Also where a micro-batch of padding alone has a loss of 0/0, whose gradients' history is no number."""
+    """A micro-batch of padding alone may have the loss 0/0, whose gradients' history is NaN."""
     model = Fp8Model()
     x = uneven_rows().at[3::4].set(0)
 
@@ -206,7 +206,7 @@ def test_fp8_input_history_is_the_same_for_every_reduction() -> None:
 
 
 def test_types_with_an_addition_of_their_own() -> None:
-    """Flax's fp8 state of a layer that is applied twice: its type adds by taking the maximum."""
+    """Flax's fp8 state of a layer that is applied twice, whose type adds by taking the maximum."""
 
     class Twice(linen.Module):
         @linen.compact
@@ -248,14 +248,14 @@ def test_a_pipeline_refuses_what_overwrites_parameters() -> None:
         pytest.raises(DhelixError, match=r"\['_overwrite_with_gradient'\]\['amax'\]"),
     ):
         value_and_grad(lambda p, x: jnp.sum(x))({FP8: {"amax": jnp.ones(2)}}, X)
-    with microbatching(2, "mean", Fold(2)), pytest.raises(DhelixError, match="holomorphic=True cannot be had"):
+    with microbatching(2, "mean", Fold(2)), pytest.raises(DhelixError, match="holomorphic=True is not supported"):
         value_and_grad(lambda p, x: jnp.sum(x), holomorphic=True)(W, X)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "weighted"])
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_running_statistics_are_the_mean_of_those_of_the_micro_batches(framework: str, reduce: str) -> None:
-    """As Flax averages those of devices; the running mean is that of the whole batch, whatever the loss adds up to."""
+    """Flax averages the statistics of devices, too. The running mean is the whole batch's, for any reduction."""
     weights: Any = {"weights": lambda p, x: len(x)} if reduce == "weighted" else {}
     loss, params = _linen_batch_norm() if framework == "linen" else _nnx_batch_norm()
     (_, actual), _ = split(value_and_grad(loss, has_aux=True, **weights), reduce=reduce)(params, uneven_rows())

@@ -1,4 +1,4 @@
-"""`value_and_grad` is JAX's outside a step, and its loop over micro-batches computes the same inside."""
+"""`value_and_grad` is JAX's outside a step. Inside, its loop over micro-batches computes the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sum_loss_and_several_differentiated_arguments() -> None:
 
     args = normal(WIDTH, WIDTH), normal(ROWS, WIDTH), normal(WIDTH)
     ours = split(value_and_grad(loss, argnums=(0, 2), reduce="sum"))
-    terms = ROWS * WIDTH  # of the loss, each of which is at most 1
+    terms = ROWS * WIDTH  # of the loss; each is at most 1
     assert_close(jax.value_and_grad(loss, argnums=(0, 2))(*args), ours(*args), tolerance=1e-7, terms=terms)
 
 
@@ -55,12 +55,12 @@ def test_weighted_by_unmasked_tokens_even_where_a_microbatch_has_none() -> None:
     w = normal(WIDTH, WIDTH)
     weighted = value_and_grad(_masked_mean, reduce="weighted", weights=lambda w, batch: batch["mask"].sum())
     assert_close(jax.value_and_grad(_masked_mean)(w, MASKED), split(weighted)(w, MASKED))
-    empty = {**MASKED, "mask": jnp.arange(ROWS) % 4 == 1}  # micro-batches 0, 2, 3 have no token at all
+    empty = {**MASKED, "mask": jnp.arange(ROWS) % 4 == 1}  # micro-batches 0, 2, 3 have no token
     assert_close(jax.value_and_grad(_masked_mean)(w, empty), split(weighted)(w, empty))
 
 
 def test_where_nothing_counts_all_is_zero() -> None:
-    """A loss that guards itself is zero then, and a step in which some devices have padding alone must not be NaN."""
+    """A loss that guards against 0/0 is zero then. A step in which some devices have only padding must not be NaN."""
 
     def guarded(w: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
         rows = jnp.tanh(batch["x"] @ w).sum(axis=1)
@@ -176,7 +176,7 @@ def _loss_of(aux: Callable[[jax.Array], Any]) -> Callable[..., Any]:
         ),
         (value_and_grad(lambda w: jnp.sum(w)), (), "no batch to split"),
         (value_and_grad(mean_square, reduce="weighted"), (normal(ROWS, WIDTH),), "needs .*weights="),
-        (value_and_grad(mean_square, weights=lambda w, x: 1.0), (normal(ROWS, WIDTH),), 'take reduce="weighted"'),
+        (value_and_grad(mean_square, weights=lambda w, x: 1.0), (normal(ROWS, WIDTH),), 'use reduce="weighted"'),
         (
             value_and_grad(mean_square, reduce="weighted", weights=lambda w, x: x[:, 0]),
             (normal(ROWS, WIDTH),),
@@ -200,7 +200,7 @@ def test_bad_input(function: Callable[..., Any], args: tuple[Any, ...], message:
 
 
 def test_the_program_in_the_docs() -> None:
-    page = Path(__file__).parents[4] / "docs" / "gradients.md"
+    page = Path(__file__).parents[4] / "docs" / "guide" / "gradients.md"
     (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(program, str(page), "exec"), names)
