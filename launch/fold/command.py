@@ -127,4 +127,4 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
+        raise DhelixError(f"cannot write {path} ({error.strerror}); give a file in a folder that exists") from None

@@ -117,7 +117,7 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
         exact.solver()
     for name in filter(None, (chosen["out"], chosen["picture"])):
         if not Path(name).absolute().parent.is_dir():
-            raise DhelixError(f"cannot write {name}: name a file in a folder that exists")
+            raise DhelixError(f"cannot write {name}: give a file in a folder that exists")
     if chosen["picture"] and Path(chosen["picture"]).suffix != ".png":
         raise DhelixError(
             f"--picture {chosen['picture']}: pictures of plans are PNG files; give a name that ends in .png"

@@ -168,4 +168,4 @@ def _write_text(path: str, text: str) -> str:
         Path(path).write_text(text)
         return path
     except OSError as error:
-        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
+        raise DhelixError(f"cannot write {path} ({error.strerror}); give a file in a folder that exists") from None

@@ -169,7 +169,7 @@ def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
     try:
         Path(path).write_bytes(builder.serialize())
     except OSError as error:
-        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
+        raise DhelixError(f"cannot write {path} ({error.strerror}); give a file in a folder that exists") from None
 
 
 def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:

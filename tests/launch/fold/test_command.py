@@ -170,9 +170,9 @@ def test_the_same_schedule_gives_the_same_picture(fold: Fold, tmp_path: Path, ki
         (("--backward=inf",), "--backward inf: give a finite number"),
         (("--schedule=zbv",), "should be one of"),
         (("--out=chart.pdf",), "give such a name"),
-        (("--out=/nowhere/chart.png",), "chart.png (No such file or directory); name a file in a folder that exists"),
+        (("--out=/nowhere/chart.png",), "chart.png (No such file or directory); give a file in a folder that exists"),
         (("--json=/nowhere/fold.json",), "a folder that exists"),
-        (("pipeline",), "'pipeline' is no flag"),
+        (("pipeline",), "'pipeline' is not a flag"),
     ],
 )
 def test_bad_input_is_one_line(fold: Fold, arguments: tuple[str, ...], words: str) -> None:

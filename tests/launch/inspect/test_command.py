@@ -365,7 +365,7 @@ def test_bad_dumps(
 
 
 def test_an_unscheduled_module_names_the_file_to_give(dump: Dump) -> None:
-    with pytest.raises(DhelixError, match=f"not scheduled.*give {NAME}.hlo.pb of the same folder"):
+    with pytest.raises(DhelixError, match=f"not scheduled.*give {NAME}.hlo.pb in the same folder"):
         dumps.read(dump() / "module_0001.jit_step.before_optimizations.txt")
 
 
@@ -385,12 +385,12 @@ def test_wrong_arguments(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert dhelix_inspect(dump(), "--hardware=B9000") == 2
     assert "H200" in capsys.readouterr().err
     assert dhelix_inspect(dump(), "--png", tmp_path / "nowhere" / "p.png") == 1
-    assert "p.png (No such file or directory); name a .png in a folder" in capsys.readouterr().err
+    assert "p.png (No such file or directory); give a .png in a folder" in capsys.readouterr().err
     assert dhelix_inspect(dump(), "--perfetto", tmp_path / "nowhere" / "p.pb") == 1
-    assert "p.pb (No such file or directory); name a file in a folder" in capsys.readouterr().err
+    assert "p.pb (No such file or directory); give a file in a folder" in capsys.readouterr().err
     assert dhelix_inspect(dump(), "--titles=before,after") == 1
-    assert "--titles has 2 for 1 dump" in capsys.readouterr().err
+    assert "--titles has 2 titles for 1 dump" in capsys.readouterr().err
     assert dhelix_inspect(dump(), "--headline=Mine") == 1
     assert "--headline is printed in the picture; add --png FILE" in capsys.readouterr().err
-    with pytest.raises(DhelixError, match="no hardware 'B9000'"):
+    with pytest.raises(DhelixError, match="hardware 'B9000' is unknown"):
         inspect.inspect_dump(dump(), "B9000")

@@ -91,7 +91,7 @@ def test_what_holds_no_module_gets_one_sentence(tmp_path: Path, content: bytes, 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DhelixError, match="pipe is no file"):
+    with pytest.raises(DhelixError, match="pipe is not a file"):
         dumps.read(tmp_path / "pipe")
     with pytest.raises(DhelixError, match="no such file or folder"):
         dumps.read(tmp_path / "missing")
@@ -164,7 +164,9 @@ def test_text_that_cannot_be_read_beside_its_proto(tmp_path: Path) -> None:
 def test_notes_say_what_was_left_out(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(TEXT.replace("negate(a)", "negate(a), made_up=7") + "// end\nbye\n")
     left_out, after = sorted(dumps.read(tmp_path / "x.txt").notes)
-    assert left_out.startswith("attributes that jaxlib") and left_out.endswith("left out: made_up of negate")
+    assert left_out.startswith("left out attributes that jaxlib") and left_out.endswith(
+        "cannot read: made_up of negate"
+    )
     assert after == "the text from line 9 on is not part of the module"
 
 

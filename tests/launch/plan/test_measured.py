@@ -71,7 +71,7 @@ def test_what_segments_took_stands_beside_what_was_predicted(
     status, text, _ = plan(ran[0], f"--trace={ran[1]}", f"--out={tmp_path / 'measured.json'}")
     assert status == 0
     assert "1 step on GPU:0" in text
-    assert "20.0% off in the median" in text  # a time that is 1.25 times as long
+    assert "differ from measured ones by 20.0% in the median" in text  # a time that is 1.25 times as long
     written = plan_files.load(tmp_path / "measured.json")
     (body,) = written.bodies
     assert body.measured_us == pytest.approx(STRETCHED * body.predicted_us, rel=0.01)

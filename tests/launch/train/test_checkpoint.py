@@ -63,14 +63,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("like", "config", "says"),
     [
-        ({}, {"model": {"hidden": 16, "layers": 4}}, "model.layers is 2 there and 4 here"),
-        ({}, {"name": "large"}, "name is small there and large here"),
-        ({"hidden": 32}, {}, r"params.embedding is float32\[8,16\] there and float32\[8,32\] here"),
-        ({"optimizer": optax.sgd(0.1)}, {}, "opt_state.*absent here"),
+        ({}, {"model": {"hidden": 16, "layers": 4}}, "model.layers is 2, and this run's is 4"),
+        ({}, {"name": "large"}, "name is small, and this run's is large"),
+        ({"hidden": 32}, {}, r"params.embedding is float32\[8,16\], and this run's is float32\[8,32\]"),
+        ({"optimizer": optax.sgd(0.1)}, {}, "opt_state.*this run's is absent"),
         (
             {"optimizer": optax.adam(1e-3, mu_dtype=jnp.bfloat16)},
             {},
-            r"opt_state.*float32\[.* there and bfloat16\[",
+            r"opt_state.*float32\[.*, and this run's is bfloat16\[",
         ),
     ],
 )

@@ -58,8 +58,6 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     plain, _ = train(capsys, "--plain", "--peak_tflops=0.001")
     interleaved, lines = train(capsys, "--interleave")
     assert numbers(plain) == numbers(interleaved)
-    other_order, _ = train(capsys, "--schedule=list")
-    assert numbers(plain) == numbers(other_order)
     assert numbers(plain)[-1][0] < numbers(plain)[0][0]
 
     assert lines[0].startswith("llama-demo: ") and "2 micro-batches, passes on; dp 2 x tp 4" in lines[0]
@@ -92,10 +90,10 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
     for arguments, says in (
         ([], "holds checkpoints up to step 4; give --resume"),
         (["--resume"], "already holds step 4; give a larger --steps"),
-        (["--resume", "--layers=3"], "another model: model.layers is 2 there and 3 here"),
+        (["--resume", "--layers=3"], "another model: its model.layers is 2, and this run's is 3"),
         (
             ["--resume", "--preset=llama-8b", "--seq=32"],
-            "holds checkpoints of llama-demo, and this run trains llama-8b; give --preset llama-demo",
+            "holds checkpoints of llama-demo, but this run trains llama-8b; give --preset llama-demo",
         ),
     ):
         assert status(*SMALL, *run, *arguments) == 1
@@ -149,16 +147,16 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--plan=/nowhere.json"], "/nowhere.json"),
         (["--profile=/nowhere.json"], "/nowhere.json: cannot be read"),
         (["--vocab=100"], "the model has 100 tokens, but bytes need 256; give --vocab 256"),
-        (["--vocab=302"], "vocab = 302 does not divide by tp = 4"),
+        (["--vocab=302"], "vocab = 302 is not divisible by tp = 4"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
         (["--process_id=0"], "has no effect without --distributed"),
-        (["corpus.txt"], "'corpus.txt' is no flag"),
+        (["corpus.txt"], "'corpus.txt' is not a flag"),
         (["--mesh=pp=2"], "give sizes of the axes dp and tp"),
         (["--mesh=dp=4,tp=4"], "needs 16 devices, but there are 8; to try it out on N CPU devices, give --cpu_devices"),
-        (["--mesh=dp=1,tp=8"], "kv_heads = 4 does not divide by tp = 8"),
+        (["--mesh=dp=1,tp=8"], "kv_heads = 4 is not divisible by tp = 8"),
         (["--batch=6"], "a batch of 6 rows is not divisible by 2 micro-batches x dp 2; use a multiple of 4"),
-        (["--seq=18"], "does not divide by tp 4"),
+        (["--seq=18"], "is not divisible by tp 4"),
         (["--data=/nowhere"], "no file or folder /nowhere"),
         (["--seq=1000000"], "a row of --seq 1000000 needs 1000001"),
         (["--remat=some"], "remat='some' is unknown"),

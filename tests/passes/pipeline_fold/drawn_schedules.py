@@ -10,9 +10,7 @@ STEPS = st.tuples(
 
 
 def make(step: tuple[str, int, int, int, int]) -> Schedule:
-    """A schedule with few layers, which need not divide evenly: (name, P, M, layers beyond one per chunk, chunks per
-    stage).
-    """
+    """A schedule with few layers that need not divide: (name, P, M, layers beyond one per chunk, chunks per stage)."""
     name, stages, microbatches, more, chunks_per_stage = step
     chunks = stages * (chunks_per_stage if name in INTERLEAVED else 1 if name == "1f1b" else 2)
     return make_schedule(name, layout_of(name, chunks + more, stages, chunks_per_stage), microbatches)

@@ -66,7 +66,7 @@ def test_keys_are_for_people() -> None:
         (lambda: site(dtype="bfloat16 8"), "give its name, such as"),
         (lambda: Form("rings"), "form of a collective matmul is 'rings': must be one of monolithic, ring, "),
         (lambda: Form("ring", chunks=2), 'form "ring" takes no chunks, but got 2: leave them out, or use "hybrid"'),
-        (lambda: Form("hybrid", tiles=LARGE), 'form "hybrid" has no tiles'),
+        (lambda: Form("hybrid", tiles=LARGE), 'form "hybrid" takes no tiles'),
         (lambda: Tiles(128, 128, 64, 4, "K", 8), "wide of Tiles is 'K': must be one of M, N"),  # type: ignore[arg-type]
         (lambda: Tiles(128, 0, 64, 4, "M", 8), "tile_n of Tiles is '0'"),
         (lambda: Site.parse("all_gather_matmul bfloat16 8192x4096 over 4"), "is not a collective matmul: write"),

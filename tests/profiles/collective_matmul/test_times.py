@@ -83,7 +83,7 @@ WHOLE = {"gemm": [1, 0, 1], "collective": [1, 0, 1], "forms": {}}
     ("change", "message"),
     [
         (put("schema", 2), r"f.json: written by a newer dhelix \(schema 2; this one reads 1\): upgrade"),
-        (lambda c: c.pop("schema"), 'JSON, but no file of collective matmuls\' times \\(it has no "schema"\\)'),
+        (lambda c: c.pop("schema"), 'JSON, but not a file of collective matmuls\' times \\(it has no "schema"\\)'),
         (lambda c: c.pop("link"), "`link` is missing: correct it, or measure again"),
         (put("hardware", 3), "hardware: expected printable text"),
         (put("sites", []), "sites: expected `object`"),

@@ -147,5 +147,5 @@ def test_an_unseen_size_is_close_to_its_truth() -> None:
 def test_hardware_follows_from_hardware_and_link() -> None:
     assert hardware_of(Profile("H200", "nvlink")) == H200
     assert hardware_of(Profile("H200", "no-p2p")) == H200_NO_P2P
-    with pytest.raises(DhelixError, match="known are"):
+    with pytest.raises(DhelixError, match="use one of"):
         hardware_of(Profile("abacus", "nvlink"))

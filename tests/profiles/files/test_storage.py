@@ -216,10 +216,10 @@ def test_what_is_missing_is_named(field: str) -> None:
         ("PNG", "is not JSON"),
         ("[]", "not an object"),
         ("3", "not an object"),
-        ('{"version": 4}', 'no profile \\(it has no "schema"\\)'),
+        ('{"version": 4}', 'not a profile \\(it has no "schema"\\)'),
         ('{"schema": NaN}', "NaN is not a number that a profile may hold"),
-        ('{"schema": ' + "9" * 5000 + "}", "no profile"),
-        ("[" * 100_000, "no profile|ends too early"),
+        ('{"schema": ' + "9" * 5000 + "}", "not a profile"),
+        ("[" * 100_000, "not a profile|ends too early"),
     ],
 )
 def test_foreign_files_are_refused(text: str, message: str) -> None:
@@ -360,7 +360,7 @@ def test_places_that_are_asked_for_must_exist(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(storage.ProfileFileError, match="cannot be read"):
         storage.find("T1", "nvlink", [tmp_path / "f.json"])
     monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path / "none"))
-    with pytest.raises(DhelixError, match="DHELIX_PROFILES names .*none, which is no folder"):
+    with pytest.raises(DhelixError, match="DHELIX_PROFILES names .*none, which is not a folder"):
         storage.find("T1", "nvlink")
 
 

@@ -69,7 +69,9 @@ def test_every_number_says_what_it_is(cluster: Cluster) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(DhelixError, match="no cluster 'a40'; take one of amsp-a800, dhelix-a100, .*lagom-a40-pcie$"):
+    with pytest.raises(
+        DhelixError, match="cluster 'a40' is unknown; use one of amsp-a800, dhelix-a100, .*lagom-a40-pcie$"
+    ):
         clusters.get("a40")
 
 

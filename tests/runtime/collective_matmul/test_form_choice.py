@@ -39,7 +39,7 @@ def traced(kind: str, form: Any, rows: int, axis: Any = "tp", k: int = 8, column
         ("all_gather_matmul", "hybrid", 20, "chunks of at least 2 that divides 5 rows"),
         ("matmul_reduce_scatter", Form("hybrid", chunks=8), 16, "chunks of at least 2 that divides 4 rows"),
         ("matmul_all_reduce", "hybrid:4", 18, "chunks of at least 2 that divides 18 rows"),
-        ("matmul_all_reduce", "ring", 18, "18 do not divide by 4 devices: pad the rows"),
+        ("matmul_all_reduce", "ring", 18, "18 rows do not divide by 4 devices: pad them"),
         ("all_gather_matmul", "bidirectional_ring", 4, "at least 2 rows per device, not 1"),
         ("matmul_all_reduce", "bidirectional_ring", 4, "at least 2 rows per device, not 1"),
         (
@@ -107,7 +107,11 @@ def test_an_axis_must_be_one_of_a_surrounding_shard_map(form: str) -> None:
     [
         (all_gather_matmul, (jnp.ones((4, 4)), jnp.ones((3, 4))), r"x \[4, 4\] and w \[3, 4\] do not multiply"),
         (matmul_all_reduce, (jnp.ones(4), jnp.ones((4, 4))), r"give \[..., rows, k\] and \[k, columns\]"),
-        (matmul_reduce_scatter, (jnp.ones((4, 4)), jnp.ones((4, 4), "bfloat16")), "x is float32 and w bfloat16: cast"),
+        (
+            matmul_reduce_scatter,
+            (jnp.ones((4, 4)), jnp.ones((4, 4), "bfloat16")),
+            "x is float32, but w is bfloat16: cast",
+        ),
         (all_gather_matmul, (jnp.ones((4, 4)), ()), "no weights: give at least one"),
     ],
 )
@@ -130,7 +134,7 @@ def test_other_types_are_monolithic_and_an_error_for_who_asks_for_a_form(lines: 
         assert result.dtype == kind and (result.astype(complex) == 4.0).all()
         assert f"monolithic, because no other form multiplies {x.dtype.name}" in lines[number]
         assert len(lines) == number + 1
-        with pytest.raises(DhelixError, match=f'form "ring" multiplies bfloat16, .* and not {x.dtype.name}: cast both'):
+        with pytest.raises(DhelixError, match=f'form "ring" multiplies bfloat16, .*, not {x.dtype.name}: cast both'):
             step("ring")
 
 

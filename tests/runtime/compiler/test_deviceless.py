@@ -110,11 +110,11 @@ def test_round_trip_of_cudnn_attention_gives_the_same_gpu_program(manual: bool) 
 
 @pytest.mark.deviceless
 def test_malformed_requests_say_what_to_write(tmp_path: Path) -> None:
-    with pytest.raises(deviceless.DevicelessError, match="take one of .*h200"):
+    with pytest.raises(deviceless.DevicelessError, match="use one of .*h200"):
         deviceless.topology("h900")
     with pytest.raises(deviceless.DevicelessError, match="slices x hosts x GPUs"):
         deviceless.topology(shape="1x4")
-    with pytest.raises(deviceless.DevicelessError, match="need 4 GPUs; topology 1x1x8 has 8"):
+    with pytest.raises(deviceless.DevicelessError, match="need 4 GPUs, but topology 1x1x8 has 8"):
         deviceless.mesh({"tp": 4}, shape="1x1x8")
     (tmp_path / "other.pbtxt").write_text("no_such_field: 1")
     with pytest.raises(deviceless.DevicelessError, match="refuses this target"):

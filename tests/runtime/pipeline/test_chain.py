@@ -208,7 +208,7 @@ REFUSED = [
         no_scan,
         "needs layers that are one jax.lax.scan over stacked parameters, but the loss function has no such scan",
     ),
-    (two_chains, "needs one chain of equal layers, and the loss function has 2 loops over stacked parameters"),
+    (two_chains, "needs one chain of equal layers, but the loss function has 2 loops over stacked parameters"),
     (reversed_layers, "the scan over layers runs in reverse; give it the layers in order"),
     (auxiliary_losses, r"the scan's ys, such as auxiliary losses\); carry their sum through the layers"),
     (shared_weight, "all layers share one parameter"),

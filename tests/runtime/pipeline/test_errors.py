@@ -59,8 +59,10 @@ def test_what_makes_no_pipeline() -> None:
     refuse(r"Fold\(chunks_per_stage=0\): give a whole number", Fold, 2, chunks_per_stage=0)
     names = "w, interleaved_si, 1f1b, interleaved, dualpipev"
     refuse(rf"schedule='gpipe'\) is unknown; use one of {names}", Fold, 2, schedule="gpipe")
-    refuse(r'"w" and "interleaved_si", not of "1f1b"', Fold, 2, schedule="1f1b", sends_beside=True)
-    refuse(r'chunks_per_stage=4\) is of "interleaved_si" and "interleaved", not of "w"', Fold, 2, chunks_per_stage=4)
+    refuse(r'"w" and "interleaved_si", not to "1f1b"', Fold, 2, schedule="1f1b", sends_beside=True)
+    refuse(
+        r'chunks_per_stage=4\) applies to "interleaved_si" and "interleaved", not to "w"', Fold, 2, chunks_per_stage=4
+    )
     refuse(r"6 layers do not divide into 4 chunks: give Fold\(layers=6\)", Fold(2).layout, 6)
     refuse("3 layers do not fill 4 chunks on 2 stages", Fold(2, layers=3).layout)
     refuse(r"Fold\(layers=\) is needed", Fold(2).layout)
@@ -107,7 +109,7 @@ def test_a_state_that_is_not_folded() -> None:
 def test_as_many_layers_as_chunks_that_are_not_folded() -> None:
     fold = Fold(2, layers=4, mesh=SETTING.mesh)
     function = in_microbatches(dhelix.value_and_grad(loss), 2, fold=fold)
-    words = "chunks of 1: give both the model's number of layers, and fold the state once"
+    words = "chunks of 1: give both the model's number of layers, and fold the state only once"
     refuse(words, jax.eval_shape, function, init_params(4), tokens(4))
 
 
@@ -164,7 +166,7 @@ def test_batches_and_where_it_is_called() -> None:
     odd = Setting(pp=2, microbatches=3, layers=8)
     function = gradients_of(loss, odd.mesh, odd.specs)
     refuse(
-        "argument 1 has 8 rows, which 3 micro-batches do not divide", jax.eval_shape,
+        "argument 1 has 8 rows, which do not divide into 3 micro-batches", jax.eval_shape,
         in_microbatches(function, 3, fold=odd.fold), folded_params(), tokens(8),
     )  # fmt: skip
     outside = in_microbatches(dhelix.value_and_grad(loss), 2, fold=SETTING.fold)

@@ -75,5 +75,5 @@ def test_a_process_that_does_not_come_is_named() -> None:
     assert knew - came < SECONDS
     ((told, came, knew),) = json.loads(second.output)
     assert told == late and knew - came < SECONDS, "who comes too late is told so at once"
-    waits = [line for line in first.errors.splitlines() if "waits for process 1" in line]
+    waits = [line for line in first.errors.splitlines() if "waiting for process 1" in line]
     assert waits and "to run step 'of which one is late', for 1 s so far and 2 s at most" in waits[0]

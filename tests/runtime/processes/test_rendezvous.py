@@ -194,7 +194,7 @@ def test_those_that_do_not_come_are_named(
         f"{listed} not come to run step 'f' within 0.6 s. All processes must run the step with dhelix: check the log "
         "there. DHELIX_AGREEMENT_TIMEOUT=SECONDS waits longer"
     }
-    waits = [r.getMessage() for r in caplog.records if "waits for" in r.getMessage()]
+    waits = [r.getMessage() for r in caplog.records if "waiting for" in r.getMessage()]
     assert any(f"dhelix: waiting for {listed.removesuffix(' did')} to run step 'f', for" in line for line in waits)
 
 

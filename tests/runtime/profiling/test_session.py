@@ -347,7 +347,7 @@ def test_again_chooses_pairs_by_the_new_times() -> None:
 
 
 def test_bad_input_is_explained() -> None:
-    with pytest.raises(DhelixError, match="no launch setting 'fast'; there are default, "):
+    with pytest.raises(DhelixError, match="launch setting 'fast' is unknown; use one of default, "):
         Session(EMPTY, "fast", None, H200)
     with pytest.raises(DhelixError, match="cannot measure"):
         Session(EMPTY, "default", None, H200).run(Step(MODULE), lambda *what: None, lambda profile: None)

@@ -24,7 +24,7 @@ from jax import lax
 from dhelix.runtime.step.microbatches.value_and_grad import microbatching, value_and_grad
 from dhelix.tests.passes.interpreter import interpret
 
-PROGRAMS = 50  # different programs per family
+PROGRAMS = 30  # different programs per family
 FAMILIES = {
     "float32": ("float32",), "half": ("bfloat16", "float16"), "complex": ("complex64", "holomorphic"),
     "float8": ("float8_e4m3fn", "float8_e5m2"),

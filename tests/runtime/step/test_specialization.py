@@ -103,7 +103,7 @@ def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog:
     plain = compiled(step, arguments)
     assert not is_interleaved(plain)
     (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
-    assert "the plain step and 3%" in said
+    assert "the plain step's memory plus 3%" in said
     would_do = said.rpartition("memory_limit=")[2].strip("'")
     allowed = memory_need.of_compiled(plain).allowed()
     kept = float(said.partition("more than ")[2].split()[0]) * 2**20

@@ -295,7 +295,7 @@ def test_bad_options() -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (step, {"microbatches": 0}, "microbatches=0"),
         (step, {"microbatches": 2.0}, "microbatches=2.0"),
-        (step, {"reduce": "median"}, "take one of mean, sum, weighted"),
+        (step, {"reduce": "median"}, "use one of mean, sum, weighted"),
         (step, {"schedule": "fast"}, "schedule='fast'"),
         (step, {"donate": 0}, "'donate' is not an option of"),
         (step, {"disable": ["no-such-pass"]}, "no pass 'no-such-pass'"),

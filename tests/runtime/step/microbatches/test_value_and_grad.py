@@ -163,11 +163,15 @@ def _loss_of(aux: Callable[[jax.Array], Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
-        (value_and_grad(mean_square), (normal(10, WIDTH),), r"argument 1 has 10 rows, which 4 micro-batches"),
+        (
+            value_and_grad(mean_square),
+            (normal(10, WIDTH),),
+            r"argument 1 has 10 rows, which do not divide into 4 micro-batches",
+        ),
         (
             value_and_grad(lambda w, b: mean_square(w, b["x"])),
             ({"x": normal(ROWS, WIDTH), "y": normal(8, 2)},),
-            r"argument 1\['x'\] has 16 rows and argument 1\['y'\] 8",
+            r"argument 1\['x'\] has 16 rows, but argument 1\['y'\] has 8",
         ),
         (
             value_and_grad(lambda w, x, k: mean_square(w, x)),
@@ -211,5 +215,5 @@ def test_the_program_in_the_docs() -> None:
 
 
 def test_unknown_reduction() -> None:
-    with pytest.raises(DhelixError, match="take one of mean, sum, weighted"):
+    with pytest.raises(DhelixError, match="use one of mean, sum, weighted"):
         value_and_grad(mean_square, reduce="median")

@@ -1,0 +1,82 @@
+"""Every command of README.md and of docs/guide/ runs as it is written, in an empty folder with an empty home.
+
+Commands that are marked `# needs GPUs` do not run. Their flags must be flags of the command.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dhelix.launch import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+
+SMALL_PLAN = "dhelix plan --preset llama-demo --layers 2 --seq 128 --mesh tp=2 --microbatches 3 --settings connections1"
+SMALLER = {
+    "dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16": SMALL_PLAN,
+    "dhelix plan --preset llama-8b --layers 2 --microbatches 4 --mesh tp=4 --settings connections1 --out plan.json"
+    " --picture plan.png": f"{SMALL_PLAN} --out plan.json --picture plan.png",
+    "dhelix profile --preset llama-8b --layers 4 --mesh dp=1,tp=4 --heat_map pairs.png":
+    "dhelix profile --preset llama-demo --layers 2 --seq 128 --mesh dp=1,tp=2 --heat_map pairs.png",
+}  # fmt: skip
+"""What runs in place of a command that takes minutes: other numbers, the same flags."""
+
+INCLUDES = {f"{SMALL_PLAN} --out plan.json --picture plan.png": SMALL_PLAN}
+"""Commands that do all that another command does, so the other one is not run."""
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    line: str
+    runs_here: bool
+
+
+def commands() -> Iterator[Command]:
+    """Of indented blocks; a line that ends in a backslash goes on."""
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^    ((?:[A-Z_]+=\S+ )*dhelix .*)$", text, re.MULTILINE):
+            command, _, comment = line.partition(" #")
+            yield Command(page.name, " ".join(command.split()), "needs" not in comment)
+
+
+def test_flags_of_commands_that_need_gpus_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = []
+    for command in commands():
+        words = shlex.split(command.line)
+        name, *arguments = words[words.index("dhelix") + 1 :]
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        known = capsys.readouterr().out
+        flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+        unknown += [f"{command.page}: {command.line}: {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
+    assert not unknown
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_commands_run(tmp_path: Path) -> None:
+    (home := tmp_path / "home").mkdir()
+    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "COLUMNS": "160"}
+    lines = dict.fromkeys(SMALLER.get(c.line, c.line) for c in commands() if c.runs_here)
+    for line in lines:
+        if any(line == less and more in lines for more, less in INCLUDES.items()):
+            continue
+        *settings, program = re.split(r" (?=dhelix )", line) if "=" in line.split()[0] else [line]
+        variables = dict(word.partition("=")[::2] for setting in settings for word in setting.split())
+        words = [sys.executable, "-m", *shlex.split(program)]
+        done = subprocess.run(
+            words, env={**environment, **variables}, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0 and "Traceback" not in said, f"{line}\n{said[-2000:]}"
+    for written in "fold.svg pairs.png plan.json plan.png timeline.png".split():
+        assert (tmp_path / written).stat().st_size
