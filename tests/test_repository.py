@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: layers, the compatibility module, packages, BUILD files."""
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -133,3 +134,13 @@ def test_requirement_files_name_versions_and_no_address() -> None:
         assert lines == [line for line in lines if "://" not in line and not line.startswith("-")], file.name
         if file.name != "newest.txt":
             assert all("==" in line for line in lines), file.name
+
+
+def test_links_of_pages_outside_of_the_site_lead_somewhere() -> None:
+    """`make docs` checks those of docs/."""
+    broken = []
+    for page in [p for folder in _folders() for p in folder.glob("*.md") if ROOT / "docs" not in p.parents]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken

@@ -17,7 +17,7 @@ def test_causes_add_up_to_the_gain_and_the_largest_comes_first() -> None:
     gain = Gain(BEFORE, AFTER)
     assert sum(gain.causes.values()) == pytest.approx(AFTER.seconds - BEFORE.seconds)
     assert next(iter(gain.causes)) == "exposed"
-    assert gain.time() == "predicted step time 200.0 ms -> 160.0 ms (0.80 x)"
+    assert gain.time() == "predicted step time 200.0 ms -> 160.0 ms (1.25 x as fast)"
     assert gain.why() == "changes: exposed communication -40.0 ms, copies -10.0 ms, slow-down from overlap +10.0 ms"
     assert gain.memory() == "peak memory 8.00 GiB -> 6.00 GiB (0.75 x, by live ranges)"
 

@@ -81,7 +81,7 @@ def test_passes_by_name_and_in_order() -> None:
 def test_the_headline_says_what_was_gained_against_what_and_how_sure_that_is() -> None:
     first, times, why, left, memory, sure, *more = rendered(dataclasses.replace(REPORT, gain=GAIN)).splitlines()
     assert first == "jit_step: changed by strand-duplication"
-    assert "predicted step time 200.0 ms -> 160.0 ms (0.80 x)" in times and "DHELIX=off" in times
+    assert "predicted step time 200.0 ms -> 160.0 ms (1.25 x as fast)" in times and "DHELIX=off" in times
     assert why.strip() == "changes: exposed communication -40.0 ms" and "peak memory" in memory
     assert "roofline of H200" in sure and "50% of the operators' time is guessed" in sure
     assert left.strip().startswith("where the time goes: kernels 100.0 ms, ") and "`dhelix profile`" in more[0]
