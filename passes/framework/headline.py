@@ -1,8 +1,8 @@
 """The outcome of a step in a few lines: what changed, the predicted gain, how certain it is, and the compile time.
 
     jit_train_step: two strands over 8 layers, 4 micro-batches
-      predicted step time 294.7 ms -> 271.0 ms (1.09 x as fast), compared with the same micro-batched step without passes
-      (DHELIX=off)
+      predicted step time 294.7 ms -> 271.0 ms (1.09 x as fast), compared with the same micro-batched step without
+      passes (DHELIX=off)
       changes: exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down from overlap +6.4 ms
       where the time goes: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (...)
       peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)

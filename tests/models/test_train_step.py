@@ -260,7 +260,7 @@ def test_initial_values_depend_neither_on_the_mesh_nor_on_the_scan() -> None:
     ("dp", "tp", "overrides", "rows", "seq", "says"),
     [
         (2, 4, {"kv_heads": 2}, 8, 16, "kv_heads = 2 is not divisible by tp = 4"),
-        (2, 4, {"vocab": 62}, 8, 16, "vocab = 62 does not divide"),
+        (2, 4, {"vocab": 62}, 8, 16, "vocab = 62 is not divisible"),
         (2, 4, {}, 6, 16, "use a multiple of 4 rows"),
         (2, 4, {}, 8, 18, "is not divisible by tp 4"),
         (4, 4, {}, 8, 16, "needs 16 devices"),

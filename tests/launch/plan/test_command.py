@@ -163,7 +163,7 @@ def test_a_profile_of_another_jax_is_said(dump: Path, plan: RunPlan, monkeypatch
 def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     for flag, said in (
         (f"--out={tmp_path / 'no' / 'a.json'}", "a folder that exists"),
-        ("--picture=a.jpg", "are .png"),
+        ("--picture=a.jpg", "are PNG files"),
     ):
         status, _, error = plan(dump, flag)
         assert status != 0 and said in error and "is planned" not in error
@@ -353,7 +353,7 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp
     """Without a GPU, from the shipped profile."""
     out = tmp_path / "plan.json"
     status, text, _ = plan(
-        "--preset=llama-8b", "--layers=2", "--mesh=tp=4", "--microbatches=3", "--skew=1", "--link=no-p2p",
+        "--preset=llama-8b", "--layers=4", "--mesh=tp=4", "--microbatches=3", "--skew=1", "--link=no-p2p",
         "--settings=small-buffers", "--json", f"--out={out}",
     )  # fmt: skip
     found = json.loads(text)
@@ -364,7 +364,7 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp
     assert (made.order.skew, made.collectives.row_parts) == (1, 2) == (found["skew"], found["row_parts"])
     assert len([name for name in made.bodies[0].order if name.startswith("beta ")]) >= 11
     assert len({body.fingerprint for body in made.bodies}) == len(made.bodies)
-    carried_out(trainer.Options("llama-8b", layers=4, mesh="tp=4", microbatches=4), str(out))
+    carried_out(trainer.Options("llama-8b", layers=8, mesh="tp=4", microbatches=4), str(out))
 
 
 @pytest.mark.slow

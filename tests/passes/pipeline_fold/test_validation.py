@@ -106,7 +106,7 @@ def test_a_stage_gets_one_message_of_a_kind() -> None:
         return with_slots("by hand", layout, 2, [*forward, *backward], lockstep=False)
 
     validate(schedule([(1, 0)], [(0, 3)]))
-    with pytest.raises(DhelixError, match="tick 3, stage 1: gets two activations"):
+    with pytest.raises(DhelixError, match="tick 3, stage 1: receives two activations"):
         validate(schedule([(1, 0), (0, 3)]))
 
 

@@ -352,7 +352,9 @@ def test_operators_are_known_from_other_links_and_collectives_are_not(
 
 def test_files_of_other_hardware_are_not_taken(tmp_path: Path) -> None:
     storage.save(PROFILE, tmp_path / "f.json")
-    with pytest.raises(storage.ProfileFileError, match="measured on H200 with link nvlink, but H100 with link nvlink"):
+    with pytest.raises(
+        storage.ProfileFileError, match="measured on H200 with link nvlink, not on H100 with link nvlink"
+    ):
         storage.find("H100", "nvlink", [tmp_path / "f.json"])
 
 

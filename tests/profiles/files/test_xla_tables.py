@@ -51,7 +51,7 @@ def test_a_cost_is_a_time(bad: float) -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(DhelixError, match="f: no cost text of XLA"):
         xla_tables.parse_cost_text(text, "f")
-    with pytest.raises(DhelixError, match="f: no(thing| collective performance table of XLA)"):
+    with pytest.raises(DhelixError, match="f: no( entries| collective performance table of XLA)"):
         xla_tables.parse_collective_table(text.replace("cost", "entrie"), "f")
 
 

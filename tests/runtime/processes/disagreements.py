@@ -92,7 +92,7 @@ TABLE: dict[str, Row] = {
     "XLA_FLAGS": Row(
         f"XLA_FLAGS --{_FAST}: not given in {{0}}; true in {{1}}", around=_environment(XLA_FLAGS=f"--{_FAST}=true")
     ),
-    "XLA options": Row(
+    "options of XLA": Row(
         f"compiler_options {_FAST}: false in {{0}}; true in {{1}}",
         both={"compiler_options": {_FAST: False}},
         other={"compiler_options": {_FAST: True}},
