@@ -370,8 +370,8 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_pipeline_is_planned_and_runs_its_plan(tmp_path: Path) -> None:
-    options = trainer.Options("llama-demo", layers=4, seq=128, pp=2, mesh="tp=2", microbatches=3)
+    options = trainer.Options("llama-demo", layers=8, seq=128, pp=2, mesh="tp=2", microbatches=3)
     step = plan_program.of_preset(options, like=program(Memory(1 << 30, 0, 0, 0, "test")))  # scheduled alone
     found = search(step, CostModel.find("H200", "nvlink", "connections1"), DP, MemoryLimit(None))
     plan_files.save(found.plan, tmp_path / "plan.json")
-    carried_out(replace(options, layers=8, microbatches=4), str(tmp_path / "plan.json"))
+    carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"))
