@@ -336,7 +336,7 @@ def _reachable(
 
 
 class _Letters:
-    """Assigns one letter, and one size, to all dimensions that the operations make equal."""
+    """Gives the same letter to all dimensions that must have the same size because an operation links them."""
 
     def __init__(self, nodes: list[Node], live: list[int], skipped: dict[int, int]) -> None:
         self._nodes = nodes

@@ -115,7 +115,10 @@ def inline_all(computation: Computation) -> None:
 
 
 def manual_computations(computation: Computation) -> list[ManualComputation]:
-    """The shard_maps of `computation`, in order. Raises PassRefusal if one is not a chain of the three instructions."""
+    """The shard_maps of `computation`, in order.
+
+    Raises PassRefusal if one is not made of the three instructions that the module's docstring shows.
+    """
     users = computation.users()
     found = []
     for call in filter(is_manual, computation.instructions):

@@ -34,7 +34,7 @@ Solver = Callable[[OrderSearch, Sequence[Operator], Sequence[Operator]], Order]
 
 
 def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limits, solve: Solver) -> list[Order]:
-    """Two orders of the whole body: after the columns, and after the windows between them.
+    """Two orders of the whole body: one after columns were searched, and one after windows between them were improved.
 
     Args:
       solve: searches the order of a column, given its operators of each strand.

@@ -265,7 +265,10 @@ class OrderSearch:
         return min(start, (self.seconds(found), found))[1]
 
     def _in_other_turns(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
-        """The fastest of `best` and the results of random moves from orders with other collective orders."""
+        """The fastest of `best` and of new orders.
+
+        A new order starts with its collectives in another order, and random moves improve it.
+        """
         tried = sorted((timing.seconds(order), order) for order in self._other_turns(best[1]))
         for count, share, worse in ((_TRIED, _SHORT, 0.0), (_FURTHER, _LONGER, _WORSE)):
             more = max(int(share * work), min(_LEAST, work // 24))

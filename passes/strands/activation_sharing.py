@@ -245,9 +245,10 @@ def _refuse_filled(loop: WhileLoop, element: int) -> None:
 
 
 def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instruction:
-    """Adds `flip` to the state of both loops and returns the merged loop's read of it.
+    """Adds `flip` to the state of both loops. Returns the instruction that reads it in the merged loop.
 
-    It is false for F(0)'s residuals. Every micro-batch negates it; if `skewed`, every second micro-batch does.
+    It is false for the residuals of the first forward pass, F(0). Every micro-batch negates it. If `skewed`, it changes
+    after every second micro-batch instead.
     """
     start = Builder(strands.computation).scalar(False, shapes.PRED)
     flips = [add_element(strands, start) for _ in range(1 + skewed)]

@@ -72,7 +72,7 @@ _MAX_REASON = 300
 
 
 class _Key(Row, frozen=True):
-    """Only operators have operations and bytes."""
+    """A key of a profile. `flops` and `bytes` are None unless it is the key of an operator."""
 
     text: Text
     flops: Annotated[float, Meta(ge=0, le=1e24)] | None = None

@@ -76,6 +76,9 @@ def _by_device(x: jax.Array, n: int) -> jax.Array:
 
 
 def _from_devices(y: jax.Array, x: jax.Array, n: int) -> jax.Array:
-    """The inverse of `_by_device`, for a result `y` of gathering `x [..., rows / n, k]`."""
+    """Undoes the order of `_by_device` in `y`. Here `y` is a result that was computed from the gathered `x`.
+
+    `x` is `[..., rows / n, k]` on each of `n` devices; the returned array is `[..., rows, columns]`.
+    """
     batch, rows, columns = math.prod(x.shape[:-2]), x.shape[-2], y.shape[-1]
     return y.reshape(n, batch, rows, columns).swapaxes(0, 1).reshape(*x.shape[:-2], n * rows, columns)

@@ -41,7 +41,7 @@ class MemoryNeed:
         return self.arguments + self.beside
 
     def allowed(self, slack: float = SLACK) -> int:
-        """Total bytes of a step that may need a fraction `slack` more than this one."""
+        """Bytes that another step may need in total: those of this step, and a fraction `slack` more."""
         return int((1.0 + slack) * self.total)
 
 

@@ -130,7 +130,13 @@ class _Going:
 
 @dataclass(frozen=True)
 class _Tick:
-    """One tick of this stage: its pattern, its rows, and the context of each direction."""
+    """One tick of this stage.
+
+    Attributes:
+      pattern: what any stage may do in the tick.
+      forward, backward: this stage's row in the table of each direction.
+      ahead, behind: values that layers read, for the forward and the backward pass.
+    """
 
     pattern: Pattern
     forward: Row

@@ -48,7 +48,9 @@ _OWN_FLAGS = re.compile(
 
 
 def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
-    """The record that must be alike before a step is traced. With dhelix off: only the options that split the batch.
+    """The record in which all processes must agree before a step is traced.
+
+    With dhelix off, it holds only that, and the options that split the batch.
 
     Args:
       enabled: whether passes may run.

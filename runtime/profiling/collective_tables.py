@@ -295,7 +295,10 @@ class TableProgram:
         return names
 
     def marks(self, module: HloModule) -> dict[str, tuple[CollectiveKey, int]]:
-        """The collective that follows each tiny all-reduce. Copies by copy engines do not name their collective."""
+        """Maps the name of each tiny all-reduce to the key and repeat of the collective that follows it.
+
+        The trace of a copy engine does not name the collective, so these all-reduces mark where each one begins.
+        """
         keys = self.keys
         found = ((i.name, _MARK.search(i.op_name)) for c in module.computations for i in c.instructions)
         return {name: (keys[int(scope[1])], int(scope[2])) for name, scope in found if scope}

@@ -23,8 +23,11 @@ SMALLER = {
     "dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16": SMALL_PLAN,
     "dhelix plan --preset llama-8b --layers 2 --microbatches 4 --mesh tp=4 --settings connections1 --out plan.json"
     " --picture plan.png": f"{SMALL_PLAN} --out plan.json --picture plan.png",
-    "dhelix profile --preset llama-8b --layers 4 --mesh dp=1,tp=4 --heat_map pairs.png":
-    "dhelix profile --preset llama-demo --layers 2 --seq 128 --mesh dp=1,tp=2 --heat_map pairs.png",
+    "dhelix train --cpu_devices 8 --pp 2 --mesh dp=2,tp=2 --steps 5":
+    "dhelix train --cpu_devices 8 --pp 2 --mesh dp=2,tp=2 --steps 2 --layers 4 --seq 16 --microbatches 2",
+    "dhelix train --cpu_devices 4 --pp 2 --mesh dp=1,tp=2 --steps 3 --pipeline interleaved_si":
+    "dhelix train --cpu_devices 4 --pp 2 --mesh dp=1,tp=2 --steps 2 --pipeline interleaved_si --layers 4 --seq 16"
+    " --microbatches 3",
 }  # fmt: skip
 """What runs in place of a command that takes minutes: other numbers, the same flags."""
 

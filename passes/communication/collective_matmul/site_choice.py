@@ -78,7 +78,7 @@ class Candidate:
 def mark(module: HloModule, forms: Forms) -> list[Candidate]:
     """Finds the sites of a module for which a form other than the monolithic one would be chosen.
 
-    Appends each site's number in the returned list to the names of its collective and products.
+    The names of a site's collective and products get a suffix: the site's index in the returned list.
     """
     found: list[Candidate] = []
     for _, matches in find_all(module, Counter()):

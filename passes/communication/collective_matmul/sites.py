@@ -125,7 +125,10 @@ def _match_gather(gather: Instruction, users: Users, position: Mapping[Instructi
 
 
 def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction, int]) -> bool:
-    """Whether `value` depends on `on`. Skips instructions before `on`, so for weights it takes only a few steps."""
+    """Whether `value` depends on `on`.
+
+    Does not follow operands that come before `on`, so the search is short for weights.
+    """
     pending, seen = [value], {value}
     while pending:
         top = pending.pop()

@@ -172,9 +172,9 @@ class Overlap:
             model.add_at_most_one(way.so for way in ways if way.meeting is not Meeting.SECOND)
 
     def _chains(self) -> None:
-        """Compute meets at most one of two collectives if one must be done before the other starts.
+        """If one collective must be done before another starts, no compute overlaps with both.
 
-        Such compute runs after the launch of the later one, so the earlier one is done.
+        Compute that overlaps with the later one runs after its launch, when the earlier one is already done.
         """
         for c, collective in enumerate(self.problem.collectives):
             for earlier in self.problem.done_before(collective):

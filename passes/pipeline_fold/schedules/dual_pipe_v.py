@@ -61,7 +61,10 @@ def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
 
 
 def _steps(stages: int, microbatches: int, stage: int) -> Iterator[tuple[int | None, int | None]]:
-    """(forward, backward) of each cell, each DOWN, UP or None; numbered as in the module's docstring."""
+    """Yields what a stage does in each cell: (forward, backward), each DOWN, UP or None if it does not take place.
+
+    Comments number the steps as in the module's docstring.
+    """
     behind = stages - 1 - stage
     yield from [(DOWN, None)] * (2 * behind)  # 1
     yield from [(DOWN, None), (UP, None)] * (stage + 1)  # 2

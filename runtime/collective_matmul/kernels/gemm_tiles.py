@@ -125,7 +125,7 @@ class Gemm:
 
     @property
     def cluster_tiles(self) -> int:
-        """Number of tiles of all clusters; a tile with a split contraction counts once per split."""
+        """Number of tiles that all clusters compute. If the contraction is split, each split counts as a tile."""
         return self.m // self.cluster_rows * self.column_tiles * self.splits
 
     @property

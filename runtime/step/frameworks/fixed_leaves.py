@@ -49,7 +49,7 @@ class Fixed:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array, or an abstract one with only a type. Python numbers are not arrays."""
+    """Whether `leaf` is an array or only describes one (`jax.ShapeDtypeStruct`). Python numbers are not arrays."""
     return isinstance(leaf, _ARRAYS) or (not isinstance(leaf, _NUMBERS) and _has_type(leaf))
 
 

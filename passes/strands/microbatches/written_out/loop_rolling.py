@@ -82,7 +82,7 @@ def counts_to(computation: Computation, state: Instruction, index: int, bound: i
 
 
 def compute(builder: Builder, parts: Parts, made: Copies) -> None:
-    """Emits one part from the inputs and shared values in `made`, and adds its values to `made`.
+    """Emits the instructions of one part. Inputs and shared values are in `made`; the computed values are added to it.
 
     Instructions keep the order of the first part as far as operands allow, since passes depend on what comes first.
     """
