@@ -161,7 +161,7 @@ def test_a_base_that_became_something_else_is_said() -> None:
 @pytest.mark.parametrize("axis", ["nodes", "dp"])
 def test_an_axis_over_which_nothing_communicates_is_refused(axis: str) -> None:
     mesh = jax.make_mesh((1, 4), ("dp", "tp"), devices=jax.devices()[:4])
-    with pytest.raises(DhelixError, match=f"mesh axis '{axis}' .* at least 2 GPUs"):
+    with pytest.raises(DhelixError, match=f"needs an axis '{axis}' of at least 2 GPUs"):
         compile_bases(bases(SMALL), mesh, "tp", axis)
 
 

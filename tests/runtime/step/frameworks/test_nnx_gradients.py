@@ -147,7 +147,7 @@ def test_variables_that_come_back_from_a_transformation(which: Any) -> None:
 def test_verification_names_variables() -> None:
     mean = value_and_grad(lambda model, x: jnp.mean(model(x)))  # zero here, but its gradients are not
     step = strand_interleave(mean, microbatches=COUNT, passes=[], verify=True, reduce="sum")
-    with pytest.raises(DhelixError, match=r"gradient\['\w+'\] differs .* take reduce="):
+    with pytest.raises(DhelixError, match=r"gradient\['\w+'\] differs .* use reduce="):
         step(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros), batch())
 
 
