@@ -59,7 +59,7 @@ def test_overrides() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: preset("llama-9b"), "choose one of llama-demo, llama-8b"),
+        (lambda: preset("llama-9b"), "use one of llama-demo, llama-8b"),
         (lambda: preset("llama-8b", depth=3), "no field 'depth'"),
         (lambda: preset("llama-8b", layers=0), "layers is 0"),
         (lambda: LlamaConfig(heads=6, kv_heads=4), "multiple of kv_heads"),

@@ -65,7 +65,7 @@ def test_copies_are_the_step_itself(how: Any) -> None:
 
 
 def test_it_says_what_it_is() -> None:
-    assert sgd.__name__ == "sgd" and sgd.__doc__ == "One step."
+    assert sgd.__name__ == "sgd" and sgd.__doc__ == "One step of SGD."
     assert list(inspect.signature(sgd).parameters) == ["w", "data"]
 
 
