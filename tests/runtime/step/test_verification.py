@@ -22,7 +22,7 @@ def test_wrong_pass_is_caught_before_it_touches_donated_arguments() -> None:
         return {"kept": state["kept"] * 2, "wrong": jnp.sin(state["wrong"])}
 
     state = {"kept": jnp.ones(3), "wrong": jnp.ones(3)}
-    with pytest.raises(VerificationError, match=r"output\['wrong'\] differs by 0.301, where 8.41e-07 is allowed"):
+    with pytest.raises(VerificationError, match=r"output\['wrong'\] differs by 0.301, but only 8.41e-07 is allowed"):
         step(state)
     assert not state["wrong"].is_deleted()
 
@@ -104,7 +104,7 @@ def test_compare(expected: jax.Array, actual: jax.Array, passes: bool) -> None:
 
 
 def test_integers_differ_by_what_they_do() -> None:
-    with pytest.raises(VerificationError, match="count differs by 9, where 0 is allowed"):
+    with pytest.raises(VerificationError, match="count differs by 9, but only 0 is allowed"):
         compare(jnp.int32([3, 1]), jnp.int32([12, 1]), "count", 1e-6, "")
     with pytest.raises(VerificationError, match="count differs by 1,"):  # both are equal in float32
         compare(jnp.int32(2**24), jnp.int32(2**24 + 1), "count", 1e-6, "")
@@ -132,7 +132,7 @@ def test_noise_is_allowed_and_named() -> None:
 def test_histories_give_gradients_no_scale() -> None:
     expected = {"params": jnp.array([0.01]), "_overwrite_with_gradient": jnp.array([100.0])}
     compare(expected, {**expected, "_overwrite_with_gradient": jnp.array([110.0])}, "gradient", 0.5, "", one_scale=True)
-    with pytest.raises(VerificationError, match=r"gradient\['params'\] differs by 0.01, where 0.005 is allowed"):
+    with pytest.raises(VerificationError, match=r"gradient\['params'\] differs by 0.01, but only 0.005 is allowed"):
         compare(expected, {**expected, "params": jnp.array([0.0])}, "gradient", 0.5, "", one_scale=True)
 
 
