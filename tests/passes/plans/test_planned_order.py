@@ -137,7 +137,10 @@ def test_an_operator_that_the_program_does_not_have() -> None:
     plan = plan_of(module, *PAIRED)
     body = plan.bodies[0]
     gather = next(n for n, o in enumerate(body.operators) if o.name == "fg")
-    for change, said in (({"occurrence": 9}, "occurrence 9 of .* has only"), ({"key": "all-gather x"}, "none of these")):
+    for change, said in (
+        ({"occurrence": 9}, "occurrence 9 of .* has only"),
+        ({"key": "all-gather x"}, "none of these"),
+    ):
         operators = list(body.operators)
         operators[gather] = replace(operators[gather], **change)
         with pytest.raises(PassRefusal, match=said):
