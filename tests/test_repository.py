@@ -94,6 +94,13 @@ def test_every_folder_with_code_has_a_build_file(folder: Path) -> None:
     assert (folder / "BUILD").is_file(), f"{_label(folder)} needs a BUILD file"
 
 
+@pytest.mark.parametrize("build", sorted(f / "BUILD" for f in CODE_FOLDERS), ids=_label)
+def test_labels_of_build_files_lead_to_folders(build: Path) -> None:
+    folders = re.findall(r'"//([^":]*)', build.read_text())
+    missing = [f for f in folders if f != "visibility" and not (ROOT / f / "BUILD").is_file()]
+    assert not missing
+
+
 ROOMS = [f for f in CODE_FOLDERS if f.relative_to(ROOT).parts[:1] and f.relative_to(ROOT).parts[0] in LAYERS]
 
 

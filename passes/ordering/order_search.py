@@ -2,7 +2,7 @@
 
 An order is a tuple of operator numbers (`Body.operators`), of the whole body or of a part of it. An order of the whole
 body may also hold waits: places where compute waits for a collective before any operator needs it (`Body.waits_for`).
-The order of all instructions follows from it (`Body.sequence`), and `seconds` is the evaluator's time of that.
+The order of all instructions follows from it (`Body.sequence`). `seconds` is its time in the evaluator.
 
 - `segment` is P of equation 2: two segments from idle lanes to idle lanes. Compute of one strand leads, and
   collectives start as early as they can. The better of the two ways to lead counts.
@@ -49,11 +49,7 @@ class OrderSearch:
     """Searches orders of a body, or of its operators `numbers`, which then begin and end with idle lanes."""
 
     def __init__(
-        self,
-        body: Body,
-        costs: Mapping[Instruction, Cost],
-        limits: Limits,
-        numbers: Collection[int] | None = None,
+        self, body: Body, costs: Mapping[Instruction, Cost], limits: Limits, numbers: Collection[int] | None = None
     ) -> None:
         self.body, self.costs, self.limits = body, costs, limits
         self.numbers = sorted(range(len(body.operators)) if numbers is None else numbers)

@@ -74,7 +74,7 @@ def test_commands_run(tmp_path: Path) -> None:
         if any(line == less and more in lines for more, less in INCLUDES.items()):
             continue
         *settings, program = re.split(r" (?=dhelix )", line) if "=" in line.split()[0] else [line]
-        variables = dict(word.partition("=")[::2] for setting in settings for word in setting.split())
+        variables = {name: value for word in " ".join(settings).split() for name, _, value in [word.partition("=")]}
         words = [sys.executable, "-m", *shlex.split(program)]
         done = subprocess.run(
             words, env={**environment, **variables}, cwd=tmp_path, capture_output=True, text=True, check=False
