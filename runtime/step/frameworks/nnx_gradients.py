@@ -100,6 +100,8 @@ class NnxGradients:
         with nnx.update_context(_TAG):
             variables = _variables((args, kwargs))
             values = [variable.get_raw_value() for variable in variables]
+            for variable, value in zip(variables, values, strict=True):
+                variable.set_raw_value(value)  # NNX refuses captured objects here, before the merge has emptied them
             with nnx.split_context(_TAG) as context:
                 arguments = [_Argument(context, arg, wrt.get(i)) for i, arg in enumerate(args)]
                 objects = {name for name, arg in kwargs.items() if nnx_front.has_objects(arg)}

@@ -249,3 +249,15 @@ def test_captured_objects_are_named() -> None:
     ):
         with pytest.raises(DhelixError, match=names):
             strand_interleave(step)(*args, batch())  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_captured_objects_survive_the_refusal() -> None:
+    model, optimizer, metrics = objects()
+
+    def of_closure(batch: jax.Array) -> jax.Array:
+        return looped_step(model, optimizer, metrics, batch)
+
+    before = arrays((model, optimizer, metrics))
+    with pytest.raises(DhelixError, match="captures"):
+        strand_interleave(of_closure, microbatches=COUNT)(batch())
+    jax.tree.map(np.testing.assert_array_equal, arrays((model, optimizer, metrics)), before)
