@@ -1,9 +1,9 @@
-# make demo   trains plain and interleaved side by side on 8 CPU devices, compiles both for 4 GPUs, draws the timeline
-# make test   the tests that need no GPU
-# make lint   ruff and pyright
-# make docs   the site of docs/, in site/; fails for a link or reference that leads nowhere, or a result page out of date
-# Each sets up .venv first (requirements/install.sh), and again only when a requirement file changes.
-# PYTHON=/path/to/python3.12 names the interpreter to start from.
+# make demo   trains a plain and an interleaved step on 8 CPU devices, compiles both for 4 GPUs, draws the timeline
+# make test   runs the tests that need no GPU
+# make lint   runs ruff and pyright
+# make docs   builds the site of docs/ in site/; fails on broken links and references, and on outdated result pages
+# Each target first sets up .venv (requirements/install.sh), and again when a requirement file has changed.
+# PYTHON=/path/to/python3.12 names the interpreter that makes .venv.
 
 VENV := .venv
 INSTALL := requirements/install.sh $(VENV) requirements/run.txt requirements/compile.txt

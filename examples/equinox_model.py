@@ -1,4 +1,4 @@
-"""Equinox: a module with functions among its leaves. Needs the package equinox."""
+"""Equinox: a module that has functions among its leaves. Needs the package equinox."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A step with its own loop over micro-batches: it needs only the decorator."""
+"""A step that has its own loop over micro-batches. It needs only the decorator."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ def main() -> None:
     )}  # fmt: skip
     specs = {"embedding": P(), "head": P(), "layers": {"up": P(None, None, "tp"), "down": P(None, "tp")}}
     params = jax.device_put({**ends, "layers": layers}, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    state = fold.fold((params, optimizer.init(params)))  # once: layers in the order of the stages
+    state = fold.fold((params, optimizer.init(params)))  # once: puts the layers into the order of the stages
     tokens = jax.random.randint(jax.random.key(1), (16, 33), 0, WORDS)
     for _ in range(10):
         state, loss = train_step(state, tokens)

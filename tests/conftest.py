@@ -1,7 +1,7 @@
-"""JAX for the tests: 8 CPU devices, and beside them the CUDA plugin, which compiles for GPUs without one.
+"""Sets up JAX for the tests: 8 CPU devices, and the CUDA plugin, which compiles for GPUs without having one.
 
-One process does both: with `JAX_PLATFORMS=cpu,cuda` the CPU devices are the default, and a plugin that finds
-no GPU stays out of the way. All of it must be set before jax is imported, hence at the top of this file.
+Both live in one process. With `JAX_PLATFORMS=cpu,cuda` the CPU devices are the default, and a plugin that finds no GPU
+does no harm. The variables must be set before jax is imported, so they stand at the top of this file.
 """
 
 import gc
@@ -15,19 +15,20 @@ from pathlib import Path
 _plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
 os.environ["JAX_PLATFORMS"] = "cpu,cuda" if _plugin else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-# Two workers keep both cores busy: a program for CPU in one piece compiles in 8 % less time than in 32. A flag that the
-# caller gives stands last, and so wins.
-# XLA makes one function of a loop that touches little memory, and on some processors products in it round otherwise:
-# strands, whose loops are larger, would then differ in the last bit.
+# Two test workers keep both cores busy, so a CPU program compiles faster in one piece than in 32.
+# XLA moves a small loop that touches little memory into a function of its own. On some processors, products in this
+# function round differently. The loops of strands are larger, so their results would differ in the last bit.
+# The caller's flags come last, so they override these.
 _flags = (
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_disable_hlo_passes=small-while-loop-hoisting "
 )
 os.environ["XLA_FLAGS"] = _flags + os.environ.get("XLA_FLAGS", "")
 if _plugin and not list(Path("/dev").glob("nvidia[0-9]*")):
-    # Machine code of GPU kernels takes two thirds of a compilation, and most programs share most of theirs: it is made
-    # once, where nothing looks at it. On GPUs a second program with kernels of the first one stops the process. Last,
-    # because pytest-xdist's workers inherit the flag of the process that starts them, and no two may write one file.
+    # Most of a compilation generates machine code for GPU kernels, and most programs share most of their kernels.
+    # Without a GPU nothing runs this code, so each kernel is generated only once. With GPUs, a second program that
+    # contains kernels of the first one stops the process. The flag comes last, because pytest-xdist's workers inherit
+    # the flag of the process that starts them, and no two processes may write one file.
     _kernels = tempfile.TemporaryDirectory(prefix="dhelix-test-kernels-")
     os.environ["XLA_FLAGS"] += f" --xla_gpu_kernel_cache_file={_kernels.name}/kernels"
 
@@ -38,19 +39,19 @@ import pytest  # noqa: E402
 ROOT = Path(__file__).parent.parent
 LAYERS = ("passes", "profiles", "runtime", "models", "launch")
 
-# The same examples in every run: a failure in CI is a failure at home. Compiling outlasts any deadline.
+# Every run uses the same examples, so a failure in CI can be reproduced. Compilation would exceed any deadline.
 hypothesis.settings.register_profile("dhelix", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("dhelix")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cpu_devices() -> None:
-    """JAX reads the flags above when it first looks for devices, and by then a test may have changed them."""
+    """Makes JAX look for devices. JAX then reads the flags above, before a test can change them."""
     jax.devices("cpu")
 
 
 def pytest_collection_finish() -> None:
-    """Tracing allocates so much that Python looks for garbage all the time: not in modules, and less often."""
+    """Reduces garbage collection, which would run very often during tracing. Modules are excluded from it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -58,7 +59,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_name_per_module() -> Iterator[None]:
-    """Fails when something imported `passes` for `dhelix.passes`: one file twice, two sets of classes."""
+    """Fails if a test imported `passes` instead of `dhelix.passes`: the same classes would then exist twice."""
     yield
     twins = sorted(set(LAYERS) & sys.modules.keys())
     assert not twins, f"imported without `dhelix.`: {twins}"

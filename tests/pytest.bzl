@@ -1,6 +1,6 @@
 """Pytest files as Bazel tests."""
 
-# What tests of the folders of //passes import.
+# Dependencies of the tests in //tests/passes/...
 PASSES = [
     "//benchmarks",
     "//models",
@@ -10,12 +10,12 @@ PASSES = [
 ]
 
 def pytest_tests(deps, smoke = False, data = [], exclude = [], size = "large"):
-    """One py_test for each test_*.py of the folder; its other Python files come along.
+    """Makes a py_test for each test_*.py of the folder. Its other Python files become the library `helpers`.
 
     Args:
-      deps: what the tests import.
-      smoke: whether they are tagged `smoke`, the short list that CI runs under Bazel.
-      data: further files that they read.
+      deps: the tests' dependencies.
+      smoke: whether to tag the tests `smoke`. CI runs these tests under Bazel.
+      data: further files that the tests read.
       exclude: test files that cannot run from Bazel's tree.
       size: Bazel's test size, which sets the time limit.
     """

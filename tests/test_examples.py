@@ -1,4 +1,4 @@
-"""Every example runs as its README says, and its steps become strands, or stages of a pipeline."""
+"""Every example runs as examples/README.md says, and prints that its step became strands, or what `SAYS` names."""
 
 import os
 import re

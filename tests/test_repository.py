@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: layers, the compatibility module, packages, BUILD files."""
+"""Rules for the whole repository: layers, the compatibility module, packages, BUILD files."""
 
 import ast
 import re
@@ -15,10 +15,10 @@ ROOT = Path(__file__).parent.parent
 NOT_OURS = {"third_party", "build", "dist", "demo-output"}
 NOT_INSTALLED = {("tests",), ("benchmarks",), ("examples",)}
 
-# Imports point from later to earlier ones; `models` stands apart.
+# A layer may import itself and earlier layers. `models` may import only itself, and only `launch` may import it.
 ORDER = ("errors", "profiles", "passes", "runtime", "launch")
 LAYERS = {*ORDER, "models"}
-# So do those of the folders of `passes`; `pipeline_fold` stands apart.
+# The same rule holds for the folders of `passes`. `pipeline_fold` may import only itself.
 PASSES = (
     "hlo", "analysis", "framework", "strands", "evaluation", "ordering", "communication", "plans",
 )  # fmt: skip
@@ -37,7 +37,7 @@ SOURCES = [s for f in CODE_FOLDERS for s in sorted(f.glob("*.py"))]
 
 
 def _imports(source: Path) -> Iterator[str]:
-    """Dotted names that a file imports, `from a import b` as `a.b`."""
+    """Dotted names of a file's imports. `from a import b` gives `a.b`."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -144,7 +144,7 @@ def test_requirement_files_name_versions_and_no_address() -> None:
 
 
 def test_links_of_pages_outside_of_the_site_lead_somewhere() -> None:
-    """`make docs` checks those of docs/."""
+    """`make docs` checks the links of the pages in docs/."""
     broken = []
     for page in [p for folder in _folders() for p in folder.glob("*.md") if ROOT / "docs" not in p.parents]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):

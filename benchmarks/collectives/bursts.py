@@ -2,9 +2,10 @@
 
     python benchmarks/collectives/bursts.py > bursts.txt
 
-A GPU's power is limited, and dense products need more than the limit. When the GPU slows down, by how much, and how
-long a rest restores its clock decide how `dhelix profile` measures products (docs/design/profiling.md). Products are
-8192 x 4096 x 7168 and back, in bf16. Their power depends on the numbers, so two kinds of numbers are measured.
+A GPU's power is limited, and dense products need more than the limit. The script shows when the GPU slows down, by how
+much, and how long a rest must be to restore its clock. `dhelix profile` measures products accordingly
+(docs/design/profiling.md). Products are 8192 x 4096 x 7168 and back, in bf16. Their power depends on the numbers, so
+two kinds of numbers are measured.
 """
 
 from __future__ import annotations

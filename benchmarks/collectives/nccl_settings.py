@@ -4,7 +4,7 @@
     NCCL_P2P_DISABLE=1 python benchmarks/collectives/nccl_settings.py --settings "small buffers; locality 1" --out DIR
 
 NCCL reads its settings once, so each setting runs in a new process, in addition to this process's environment. All GPUs
-of the machine take part. Arrays are bf16 with hidden size 4096, as in a layer of 8192 tokens. Measured are an
+of the machine take part. Arrays are bf16 with hidden size 4096, as in a layer of 8192 tokens. The script times an
 all-gather to and a reduce-scatter from 64 MiB per GPU, a collective-permute and an all-to-all of 32 MiB, two products
 on each GPU, and the first two collectives next to these products.
 

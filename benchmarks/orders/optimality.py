@@ -126,7 +126,7 @@ def study(
 
     Args:
       effort: deterministic time of the exact solver.
-      work: of the longer search.
+      work: work that the longer search may do.
       known: earlier rows. A bound depends only on the body and its costs, so an equal body reuses it.
     """
     model = CostModel.find("H200", link, setting)

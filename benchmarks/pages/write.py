@@ -58,7 +58,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the README's table: one of our programs beside XLA's best of the same run and link."""
+    """A row of the README's table: a program of dhelix compared with XLA's best of the same run and link."""
 
     workload: str
     file: str
@@ -93,7 +93,7 @@ class Row:
 
 
 def readme() -> str:
-    """README.md with its table as the result files say."""
+    """The text of README.md, with the table that the result files give."""
     rows = [Row(**row).cells() for row in tomllib.loads(CONTENTS.read_text())["readme"]]
     heads = (
         "GPUs", "link", "workload", "XLA's best", "dhelix", "speed-up", "MFU", "peak memory", "timed steps", "date",
@@ -106,7 +106,11 @@ def readme() -> str:
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by file name, the index first. Raises DhelixError for files that no section or two show."""
+    """The text of each page by file name, the index first.
+
+    Raises:
+      DhelixError: no section shows a result file, or two sections do.
+    """
     contents = tomllib.loads(CONTENTS.read_text())
     made = [Page.of(**page) for page in contents["page"]]
     shown: dict[Path, str] = {}

@@ -6,14 +6,14 @@
                          program is a rendezvous. The time outside the loops is added.
     zero-bubble V        There is no program. Uses 1F1B's layers and ends; the gradients of a layer's weights take as
                          long as the products of its forward.
-    bidirectional        There is no program. Uses W's layers; a pair takes as long as a pair in W, with everything
-                         around it.
+    bidirectional        There is no program. Uses W's layers. A pair's time is the time that W's step spends in pairs,
+                         divided by their number.
     without a pipeline   The whole program is simulated.
 
-Costs come from the profile. Layers and ends have the final clock of W's step. In schedules that are not lockstep, a
-message takes as long as alone. Messages that overlap with the next tick (`phases.Messages`) do not slow it down. If
-layers communicate, the stages wait for these messages, because XLA does not overlap a loop that communicates with an
-exchange.
+Costs come from the profile. Layers and ends are timed at the clock that W's step settles at. In schedules that are not
+lockstep, a message takes as long as alone. Messages that overlap with the next tick (`phases.Messages`) do not slow it
+down. If layers communicate, the stages wait for these messages, because XLA does not overlap a loop that communicates
+with an exchange.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Predictions:
 
 
 def times_of(module: HloModule, costs: Costs) -> Times:
-    """The times of a program's parts: medians over its loops of each kind. Each loop over ticks has one of them.
+    """The times of a program's parts. Each one is the median over all loops of its kind, one in each loop over ticks.
 
     Raises:
       DhelixError: the layers have no loops, as in chunks of one layer.

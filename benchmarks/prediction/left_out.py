@@ -1,7 +1,7 @@
 """How well the contention model predicts pairs of shapes that it has never seen.
 
 One thing after another is left out, with all pairs that contain it. A model is fitted on the rest. It predicts the
-left-out pairs from the times alone that were measured with them. Left out are
+left-out pairs from the times alone that were measured with them. These things are left out:
 
 - `operators`: every shape of an operator, whatever its layout, library and launch order;
 - `collectives`: every size of a collective, whatever its kind;

@@ -91,7 +91,7 @@ def _read(file: Path) -> Run:
 
 
 def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
-    """Setting, variant, and milliseconds of a step in a row of steps and of a traced step."""
+    """Setting, variant, and milliseconds of a step among consecutive steps, and of a traced step (0 if none)."""
     known = pipeline_variants.VARIANTS if "stages" in run.workload else strand_variants.VARIANTS
     if run.workload.get("unrolled") or (run.workload.get("channels") and not _costs(run.workload).is_dir()):
         return

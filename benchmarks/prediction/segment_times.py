@@ -5,8 +5,7 @@
 
 Each `--step` is one measured step: its setting and variant (`strands/variants.py`), the compiled module
 (`compiled_module(...).to_bytes()`), and a trace. The trace is a folder of `jax.profiler.trace`, or the events of one
-GPU
-as JSON: a list of [start in ms, duration in ms, stream, instruction, ...]. Module and JSON may be gzipped.
+GPU as JSON: a list of [start in ms, duration in ms, stream, instruction, ...]. Module and JSON may be gzipped.
 
 Times are of one run of a plan's body, a computation in which both strands are alive. The evaluator predicts them with
 the shipped profile; the measured time is the median of all runs in the trace. An operator counts as *beside*

@@ -230,7 +230,7 @@ class Group:
 
 
 def largest_difference(expected: Sequence[float], actual: Sequence[float]) -> float | None:
-    """The largest relative difference of values at the same index. Infinite if one is not finite; None if none."""
+    """The largest relative difference of values at the same index. Infinite if one is not finite; None if empty."""
     pairs = list(zip(expected, actual, strict=False))
     if not all(math.isfinite(value) for pair in pairs for value in pair):
         return math.inf

@@ -7,7 +7,7 @@ pairing:
     backward    wgrad  product      product   reduce-scatter         one of each at a time; the longer rest follows
 
 So a collective overlaps with the next operator of the other strand, or until an operator needs its result. If the next
-operator still needs one of the other strand, the other strand goes on. Bodies without two strands keep XLA's order.
+operator needs a result that is not there yet, the other strand continues. Bodies without two strands keep XLA's order.
 
 Legality and memory are as for any order (`passes/ordering/order_rules.py`). As a baseline, the order is applied even if
 it is predicted to be slower. An order that needs more memory than allowed is not applied, and a note says so.

@@ -4,8 +4,8 @@ The process reads its options from one JSON argument, and writes results to a fi
 
 1. It compiles the first variant, which tunes unknown products, then the others, several at a time.
 2. Each variant runs its first steps from the same state, so losses can be compared.
-3. Rounds of timed steps; the variants hand one state on.
-4. One traced step of each variant.
+3. It runs rounds of timed steps. The variants pass one state on to each other.
+4. It traces one step of each variant.
 
 Between the parts, the processes of other settings have their turns (`processes.py`).
 """

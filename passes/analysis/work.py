@@ -5,12 +5,17 @@ seconds are in `passes/evaluation/costs.py`.
 """
 
 from dhelix.passes.analysis.execution import counted_trips, entered
-from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo import Computation, Instruction, graph, shapes
 
 
 def loop_work(loop: Instruction) -> int:
     """Operations of all iterations of a `while`; an unknown trip count counts as 1."""
     return counted_trips(loop) * max(map(computation_work, entered(loop)))
+
+
+def is_layer_loop(loop: Instruction) -> bool:
+    """Whether a `while` computes floating-point values. JAX's random generators loop over integers only."""
+    return any(shapes.is_floating(i.shape) for called in loop.called for i in graph.walk(called))
 
 
 def computation_work(computation: Computation) -> int:

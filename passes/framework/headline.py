@@ -58,9 +58,15 @@ def _changed(found: Report) -> str:
         return f"changed by {', '.join(entry.name for entry in found if entry.changed)}"
     layers = [match[1] for loop in strands.facts["merged_loops"] if (match := _LAYERS.search(str(loop)))]
     unit = "layer" if set(layers) == {"1"} else "layers"
-    over = f" over {' and '.join(dict.fromkeys(layers))} {unit}" if layers else " (no layer loops merged)"
+    over = f" over {' and '.join(dict.fromkeys(layers))} {unit}" if layers else f" ({_why_no_layers(found)})"
     count = strands.facts.get("microbatches")
     return f"two strands{over}, {'an unknown number of' if count is None else count} micro-batches"
+
+
+def _why_no_layers(found: Report) -> str:
+    said = "no layer loops merged"
+    messages = (note.message for entry in found for note in entry.notes)
+    return next((message for message in messages if message.startswith(f"{said}: ")), said)
 
 
 def _why_unchanged(found: Report) -> str:

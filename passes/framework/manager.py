@@ -241,7 +241,7 @@ class _Attempt:
         where = f" (at {said})" if said else ""
         name = fingerprint.unmark(self.module_name)
         key = (self.manager.step or name, self.one.name, reason)
-        say_once(f"pass {self.one.name} left {name} unchanged: {reason}{where}", key)
+        say_once(f"{name}: pass {self.one.name} changes nothing: {reason}{where}", key)
         return self._report(outcome, count, count, before)
 
     def _report(self, outcome: str, count_before: int, count_after: int, after: bytes) -> PassReport:

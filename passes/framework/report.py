@@ -208,7 +208,9 @@ class Report:
         if not verbose:
             console.print("(print(verbose=True) adds times, instructions and all facts)", style="dim", highlight=False)
         else:
-            console.print(f"{self.module}  {self.fingerprint}", style="dim", highlight=False)
+            console.print(
+                f"fingerprint of {self.module} after all passes: {self.fingerprint}", style="dim", highlight=False
+            )
 
 
 def _summary(message: str, count: int, sources: list[str]) -> str:

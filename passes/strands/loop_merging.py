@@ -15,7 +15,8 @@ Before, in one iteration of the strand loop:       After:
    no longer share one buffer.
 4. Merge the loops inside merged loops in the same way.
 
-Every large loop that does not overlap with the other strand gets a note with the reason.
+Every large layer loop that does not overlap with the other strand gets a note with the reason. Loops that only draw
+random numbers merge like others, but they are no layer loops: no note and no headline speaks of them.
 
 Why it is legal: merged loops do not depend on each other, by the data flow and control dependencies that earlier merges
 leave, and their trip counts are proved equal. Cost: the live values of one iteration of each loop are alive at once.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import LAYERS
-from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.analysis.work import is_layer_loop, loop_work
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.hlo.loop_state import differing_attributes, merge, split
@@ -47,7 +48,7 @@ def merge_loops(
         strand merge with each other, and unmerged loops get no notes.
 
     Returns:
-      A text per merged loop that names its parts and trip count, in execution order.
+      A text per merged layer loop that names its parts and trip count, in execution order.
     """
     computation.sort()
     merging = _Merging(computation, forward, backward, context)
@@ -60,7 +61,8 @@ def merge_loops(
     merged: list[str] = []
     for group in merging.in_order():
         if group.count > 1:
-            merged.append(f"{group} x {group.trips}")
+            if is_layer_loop(group.loop):
+                merged.append(f"{group} x {group.trips}")
             merged += merge_loops(group.loop.called[0], *group.inner, context)  # Step 4
     return merged
 
@@ -162,7 +164,7 @@ class _Merging:
 
     def note_apart(self) -> None:
         for group in self.in_order():
-            if group.is_large and not group.has_both:  # small loops only draw random numbers
+            if group.is_large and not group.has_both and is_layer_loop(group.loop):
                 self.context.note(f"layer loop not merged: {self._why_apart(group)}", group.loop)
 
     def _of(self, strand: int) -> list[_Group]:

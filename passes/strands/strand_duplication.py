@@ -41,6 +41,7 @@ from itertools import chain
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.names import ALPHA, BETA, SKEWED, STRANDS, name_strand
+from dhelix.passes.analysis.work import is_layer_loop
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_uses
@@ -100,6 +101,9 @@ class StrandDuplication:
         for beta, alpha in together if self.merge_layers else ():
             merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
             merged += merge_manual_computations(body.computation, beta.values(), alpha.values(), context)
+            for strand, copies in (("forward", beta), ("backward", alpha)):
+                if not _has_layer_loop(copies):
+                    context.note(f"no layer loops merged: the {strand} pass has no loop over its layers")
         alone = replace(computation, parts, body)
         if self.merge_layers and not any(i.name.startswith(SKEWED) for i in loops_of(computation)):
             at_ends = [merge_loops(computation, _left(computation, copies), (), context) for copies in alone]
@@ -250,6 +254,12 @@ def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Bui
 
 def _among(copies: Copies) -> list[Instruction]:
     return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
+
+
+def _has_layer_loop(copies: Copies) -> bool:
+    """Whether a loop over layers is among `copies` or in a computation that they call."""
+    inside = chain.from_iterable(graph.walk(called) for i in copies.values() for called in i.called)
+    return any(i.opcode == "while" and is_layer_loop(i) for i in chain(copies.values(), inside))
 
 
 def _left(computation: Computation, copies: Copies) -> list[Instruction]:

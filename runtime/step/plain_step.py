@@ -93,20 +93,21 @@ class PlainStep:
         return fingerprint.input_fingerprint((), program, {**given, "measured": measured})
 
 
-def memory_limit(options: StepOptions, plain: PlainStep | None) -> int | None:
+def memory_limit(step: str, options: StepOptions, plain: PlainStep | None) -> int | None:
     """Bytes that a step may need on each GPU: the user's limit, else 3 % more than the plain step needs.
 
     A plan may always need the memory that it was allowed when it was made. None (no limit) for schedules without a
     default limit, for user-defined passes, on devices other than GPUs, and if the plain step's memory is unknown.
 
     Args:
+      step: name of the step, for the log.
       options: options of the step.
       plain: the plain step; None on devices other than GPUs.
     """
     if plain is None:
         if options.memory_limit is not None:
             line = "memory_limit= has no effect on these devices, because operators are ordered only on GPUs"
-            say_once(line, (line,))
+            say_once(f"{step}: {line}", (step, line))
         return None
     if options.memory_limit is not None or not options.limited or plain.known is None:
         return options.most_bytes

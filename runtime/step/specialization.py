@@ -95,7 +95,7 @@ class Specialization:
                 program = lowering.hlo_bytes(original)
                 if self._target is not None:
                     self._plain = PlainStep(original, program, self._target.costs, options.xla)
-                self._limit = plain_step.memory_limit(options, self._plain)
+                self._limit = plain_step.memory_limit(name, options, self._plain)
                 self._paired = weighed(options, self._target, original, self._limit)
                 self._session = self._begin(self._limit, program)
                 self._transform()

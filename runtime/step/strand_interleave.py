@@ -15,6 +15,7 @@ Nothing touches a device before the first call, so `jax.distributed.initialize()
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import os
@@ -59,8 +60,11 @@ def strand_interleave(function: Callable[..., Any] | None = None, /, **options: 
         alone; with `verify`, the step does not compute the same as the plain step.
     """
     with decorating():
-        for name in sorted(options.keys() - inspect.signature(StepOptions).parameters):
-            raise DhelixError(f"{name!r} is not an option of strand_interleave or jax.jit; check its spelling")
+        known = inspect.signature(StepOptions).parameters
+        for name in sorted(options.keys() - known):
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else "help(dhelix.strand_interleave) lists them"
+            raise DhelixError(f"{name!r} is not an option of strand_interleave or jax.jit: {advice}")
         chosen = StepOptions(**options)
     return functools.partial(interleaved, options=chosen) if function is None else interleaved(function, chosen)
 
@@ -87,6 +91,8 @@ def _loaded(options: StepOptions) -> StepOptions:
     if isinstance(plan, (str, Path)):
         options = options.but(plan=plan_files.load(plan))
     if isinstance(profile, (str, Path)) and profile != AUTO:
+        if not Path(profile).exists():
+            raise DhelixError(f"profile={str(profile)!r}: no such file; give a profile's path, or 'auto'")
         options = options.but(profile=storage.load(profile))
     return options
 

@@ -1,4 +1,4 @@
-"""The command line as its user sees it: what is printed where, and the exit status."""
+"""The command line as a user sees it: what it prints on which stream, and its exit status."""
 
 import importlib
 import subprocess
@@ -58,7 +58,7 @@ def test_versions_are_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_and_wrong_flags_import_no_jax() -> None:
-    """Importing it takes most of a second."""
+    """Importing jax is slow, so help and errors must not wait for it."""
     text = (
         "import sys\n"
         "from dhelix.launch import cli\n"
@@ -99,7 +99,7 @@ def test_help_of_a_command(greet: ModuleType, capsys: pytest.CaptureFixture[str]
     assert "--times=INT\n      how often (default: 1)" in text
     assert "--[no]loud" in text
     assert "--manners=A,B" in text and "(default: good,bad)" in text
-    assert text.count("good-natured,") == 8  # a name that a user copies is not broken
+    assert text.count("good-natured,") == 8  # lines do not break at hyphens, so names can be copied
     assert greet.calls == []
     assert status("help", "greet") == 0
     assert capsys.readouterr().out == text

@@ -1,4 +1,4 @@
-"""The demo at small sizes: equal losses, both GPU programs, and what it says where it cannot compile."""
+"""The demo at small sizes: equal losses, both GPU programs, and its message if it cannot compile for GPUs."""
 
 import dataclasses
 import io
@@ -18,7 +18,7 @@ OPTIONS = dataclasses.replace(demo.TRAINING, layers=2, seq=16, batch=8, steps=3,
 
 
 def demonstrate(folder: Path) -> tuple[dict[str, Any], str]:
-    """The report that is written, and the text that is shown."""
+    """Runs the demo. Returns the report that it writes and the text that it shows."""
     text = io.StringIO()
     config = preset("llama-8b", layers=2, seq=1024, vocab=1024, attention="xla")
     report = demo.demonstrate(OPTIONS, config, 2, folder / "out", Console(file=text, width=120))

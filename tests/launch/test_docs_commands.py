@@ -1,6 +1,6 @@
-"""Every command of README.md and of docs/guide/ runs as it is written, in an empty folder with an empty home.
+"""Every command of README.md and docs/guide/ runs as it is printed, in an empty folder with an empty home folder.
 
-Commands that are marked `# needs GPUs` do not run. Their flags must be flags of the command.
+Commands marked `# needs GPUs` do not run. Their flags must be flags of the command.
 """
 
 import re
@@ -29,10 +29,10 @@ SMALLER = {
     "dhelix train --cpu_devices 4 --pp 2 --mesh dp=1,tp=2 --steps 2 --pipeline interleaved_si --layers 4 --seq 16"
     " --microbatches 3",
 }  # fmt: skip
-"""What runs in place of a command that takes minutes: other numbers, the same flags."""
+"""Commands that take minutes, and the smaller commands that run instead."""
 
 INCLUDES = {f"{SMALL_PLAN} --out plan.json --picture plan.png": SMALL_PLAN}
-"""Commands that do all that another command does, so the other one is not run."""
+"""Commands that do everything that another command does. The other command does not run."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Command:
 
 
 def commands() -> Iterator[Command]:
-    """Of indented blocks; a line that ends in a backslash goes on."""
+    """The commands in indented blocks. A line that ends in a backslash continues on the next line."""
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(r"^    ((?:[A-Z_]+=\S+ )*dhelix .*)$", text, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""What `dhelix inspect` says of collectives, messages, host transfers and kernels that are hard to count."""
+"""`dhelix inspect` on collectives, messages, host transfers and kernels that are hard to count."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
 
 
 def test_a_loop_that_never_runs_costs_nothing(tmp_path: Path) -> None:
-    """Under a profile, too, which asks how much power a step takes in its time: here, nothing in no time."""
+    """This also holds with a profile. Its clock estimate divides load by time, and both are zero here."""
     never = WHILE.replace("n = s32[] parameter(0)", "n = s32[] constant(0)").replace("parameter(1)", "parameter(0)")
     (tmp_path / "step.hlo").write_text(text(never, LOOP))
     found = inspect_dump(tmp_path / "step.hlo", "H200", profile="auto")
@@ -148,7 +148,7 @@ def test_unknown_kernels_are_counted_and_named() -> None:
 
 
 def test_nothing_is_hidden_under_a_pair_that_xla_made_synchronous() -> None:
-    """In dumps until 2024, whose done may stand behind compute all the same."""
+    """In dumps of 2024 and earlier, compute may still stand between the start and the done of such a pair."""
     body = f"""  p = {BIG} parameter(0)
   a = bf16[8192,8192] parameter(1)
   s = {BIG} all-reduce-start(p), to_apply=add, {GROUPS}, \
@@ -183,7 +183,7 @@ def test_host_transfers_have_a_row_a_lane_and_a_total() -> None:
 def test_plan_and_profile_count_host_transfers_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their table names them, and a row of the profile is at the host's link, as its share is."""
+    """`plan` lists a host transfer as a collective. `profile` lists it as an operator, with the same time."""
     monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
     path = tmp_path / "m.hlo"
     path.write_text(text(OFFLOAD))

@@ -1,9 +1,9 @@
-"""Steps on real GPUs under every schedule and pipeline: losses and gradients are those of the plain step.
+"""Steps on real GPUs under every schedule and pipeline have the losses and gradients of the plain step.
 
-    pytest -m gpu tests/launch          # where the extra `gpu` is installed, which .venv has not
+    pytest -m gpu tests/launch          # in an environment with the extra `gpu`, which .venv lacks
 
-On two GPUs or more of one host; two H100s took 400 s for the first 13 of 20, which are compilation. Orders of
-collectives against compute exist on GPUs alone; elsewhere tests compile them, and here they run.
+The tests need at least two GPUs of one host. Most of their time is compilation. Only GPUs execute the passes' orders of
+collectives and compute. The other tests only compile such orders; these tests run them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 STEPS, MICROBATCHES = 5, 4
 TOLERANCE = 2.0**-8
-"""Relative: one rounding to bfloat16."""
+"""Relative tolerance: one rounding to bfloat16."""
 CONFIG = LlamaConfig(
     vocab=1024, hidden=1024, layers=4, heads=8, kv_heads=4, head_dim=128, ffn=2816, seq=1024, dtype="bfloat16"
 )  # fmt: skip
@@ -47,7 +47,7 @@ def gpus() -> list[Any]:
 
 
 def numbers(training: Training, step: Callable[..., Any]) -> np.ndarray:
-    """Losses and norms of gradients of STEPS steps."""
+    """Losses and gradient norms of STEPS steps."""
     random, state, found = np.random.default_rng(0), training.init(jax.random.key(0)), []
     for _ in range(STEPS):
         tokens = (random.integers(0, CONFIG.vocab, (MICROBATCHES * 2, 1)) + np.arange(CONFIG.seq + 1)) % CONFIG.vocab
@@ -93,7 +93,7 @@ def test_five_steps_of_a_pipeline_are_the_plain_steps(schedule: str) -> None:
 
 
 def loss_of(params: Any, batch: jax.Array) -> jax.Array:
-    """A model of one's own."""
+    """The loss of a model that is not in `models`."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None
@@ -108,7 +108,7 @@ def own_step(params: Any, batch: jax.Array) -> Any:
 
 
 def own_losses(step: Callable[..., Any], mesh: Mesh, rows: P, fold: Fold | None = None) -> list[float]:
-    """Of STEPS steps from one start; `rows` are where those of the batch lie."""
+    """Losses of STEPS steps from fixed parameters. `rows` is the sharding of the batch."""
     random = np.random.default_rng(0)
     shapes = {"embedding": (256, 512), "head": (512, 256), "layers": {"up": (4, 512, 1024), "down": (4, 1024, 512)}}
     drawn = jax.tree.map(lambda s: 0.03 * random.standard_normal(s, np.float32), shapes, is_leaf=_is_shape)
@@ -127,7 +127,7 @@ def _is_shape(value: object) -> bool:
 
 
 def test_a_model_of_ones_own_with_explicit_axes() -> None:
-    """`jax.make_mesh` makes such axes, and the collectives are XLA's."""
+    """`jax.make_mesh` makes explicit axes, and XLA inserts the collectives."""
     mesh = jax.make_mesh((2,), ("dp",), devices=gpus()[:2])
     expected = own_losses(jax.jit(own_step), mesh, P("dp"))
     found = own_losses(strand_interleave(own_step, microbatches=4), mesh, P("dp"))

@@ -1,4 +1,4 @@
-"""The programs of docs/guide/pipeline.md run as they stand there, and take the plain step."""
+"""The programs of docs/guide/pipeline.md run as they are printed, and give the results of the plain step."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Messages of a pipelined Llama as XLA compiles it for GPUs: what each exchange lies beside."""
+"""Messages of a pipelined Llama that XLA compiles for GPUs: the work that each exchange overlaps with."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ MICROBATCHES = 4
 
 
 def ticks(of: str, layers: int = 8, sends_beside: bool = False, **order: Any) -> list[list[str]]:
-    """For each loop over ticks: exchanges, loops over layers and updates outside of them, as they are launched."""
+    """For each loop over ticks, its launches in order: exchanges, loops over layers, and updates outside of these."""
     config = preset("llama-8b", layers, seq=4096, vocab=1024)
     mesh = make_mesh(1, 1, deviceless.topology("h200", "1x1x2").devices, pp=2)
     training = make_pipelined_step(config, mesh, optax.sgd(0.1), MICROBATCHES, of, sends_beside=sends_beside)
@@ -52,7 +52,7 @@ def test_under_interleaved_1f1b_messages_travel_beside_the_next_tick() -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_under_1f1b_nothing_is_received_before_both_stages_are_done() -> None:
-    """A receive that waits beside a loop takes a part of the GPU from it."""
+    """A receive that waits while a loop runs would take a part of the GPU from the loop."""
     (tick,) = ticks("1f1b")
     assert tick[:2] == [BETA, ALPHA]
 
@@ -60,7 +60,7 @@ def test_under_1f1b_nothing_is_received_before_both_stages_are_done() -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_in_an_si_block_messages_may_leave_beside_its_last_layers() -> None:
-    """Here they lie beside writes of residuals and sums of gradients."""
+    """In this program they overlap with writes of residuals and sums of gradients."""
     found = ticks("w", layers=12, sends_beside=True, schedule="dp")
     steady = next(tick for tick in found if {BETA, ALPHA} < set(tick))
     assert steady[:2] == [BETA, ALPHA]

@@ -1,8 +1,8 @@
-"""`dhelix profile` from a compiled step to tables, pictures and XLA's files, on the measurements that dhelix ships.
+"""`dhelix profile` makes tables, pictures and XLA's files from a compiled step and the shipped measurements.
 
-The step is one micro-batch of a Llama of 4 layers of 8B shapes (tensor-parallel over 4, sequence 8192), forward and
-backward, as XLA compiled it on H200s, kernels autotuned: the body of the train step's loop over micro-batches, without
-metadata (`tests/testdata/profile`). A step compiled without GPUs would have kernels that nobody measured.
+The step in `tests/testdata/profile` is the forward and backward of one micro-batch: Llama-8B shapes, 4 layers, TP 4,
+sequence 8192. It is the body of the train step's loop over micro-batches, without metadata. XLA compiled it on H200s
+with autotuned kernels. A step compiled without GPUs would have kernels that were not measured.
 """
 
 import json
@@ -20,7 +20,7 @@ STEP = Path(__file__).parents[1] / "testdata" / "profile" / "llama_8b_microbatch
 SHIPPED = storage.SHIPPED / "h200-nvlink.json"
 SETTINGS = ("default", "connections1")
 ENOUGH = 0.95
-"""Of the step's time is measured; all of it where the shipped profile was made of the very same kernels."""
+"""The fraction of the step's time that must be measured. With a profile of the very same kernels it is 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,14 @@ def dhelix_profile(*arguments: object) -> int:
 def test_from_the_step_to_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(storage, "SHIPPED", tmp_path / "none")  # what is known is in the file that the command writes
+    monkeypatch.setattr(storage, "SHIPPED", tmp_path / "none")  # the only profile is the file that the command writes
     out, heat_map = tmp_path / "out.json", tmp_path / "pairs.png"
     costs, table = tmp_path / "costs.pbtxt", tmp_path / "table.pbtxt"
     files = ["--heat_map", heat_map, "--pgle", costs, "--perf_table", table, "--compare", SHIPPED]
     recorded = ["--recorded", SHIPPED, "--out", out, f"--settings={','.join(SETTINGS)}"]
     assert dhelix_profile(STEP, *recorded, *files, "--json") == 0
     shown = capsys.readouterr()
-    assert shown.err.rstrip().endswith(f", {costs}, {table}.")  # "Wrote ...", last
+    assert shown.err.rstrip().endswith(f", {costs}, {table}.")  # the last line begins with "Wrote"
     result: dict[str, Any] = json.loads(shown.out)
     assert (result["hardware"], result["link"], result["gpus"]) == ("H200", "nvlink", 4)
     assert set(result["settings"]) == set(SETTINGS)
@@ -54,7 +54,7 @@ def test_from_the_step_to_every_file(
         of_setting = result["settings"][setting]
         assert of_setting["coverage"]["measured"] > ENOUGH and not of_setting["unknown_loops"]
         calls = {row["key"]: row["calls"] for row in of_setting["operators"] + of_setting["collectives"]}
-        assert calls["all-gather 67108864B 4x1 groups=1 nccl"] == 18  # two a layer each way, two of the head
+        assert calls["all-gather 67108864B 4x1 groups=1 nccl"] == 18  # two per layer and direction, and two in the head
         assert sum(key.startswith("attention") for key in calls) == 2
         assert len(of_setting["pairs"]) > 50
         picture = heat_map.with_stem(f"pairs-{setting}")

@@ -1,4 +1,4 @@
-"""Examples of the README and of docs/guide/your_step.md run as they stand there, and do what they are there to show."""
+"""The examples of README.md and docs/guide/your_step.md run as they are printed, and do what they should show."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def test_the_example_runs_and_is_interleaved() -> None:
 
 @pytest.mark.deviceless
 def test_twenty_lines_predict_a_step_without_a_gpu(tmp_path: Path) -> None:
-    """In a process and a home folder of their own."""
+    """The example runs in its own process, with its own home folder."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "your_step.md").read_text(), re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 24
     small = example.replace("4096", "256").replace("16384", "512")

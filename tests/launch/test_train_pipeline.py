@@ -1,4 +1,4 @@
-"""`dhelix train --pp`: checkpoints that any stages and schedule go on from, and what is refused."""
+"""`dhelix train --pp`: a run without stages can resume its checkpoints, and bad options are refused."""
 
 import json
 import shutil

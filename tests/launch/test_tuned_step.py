@@ -1,4 +1,4 @@
-"""Steps of the shipped profile, compiled without a GPU: the kernels that were measured, and no others."""
+"""The steps of the shipped profile, compiled without a GPU, contain only kernels that were measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measured() -> Section:
 @pytest.mark.deviceless
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-25b"])
 def test_every_operator_of_a_tuned_step_was_measured(preset: str, measured: Section) -> None:
-    """The target description, the autotuning results and the profile belong together: replace them together."""
+    """The target description, the autotuning results and the profile must be replaced together."""
     options = trainer.Options(preset, layers=4, mesh="tp=4", plain=True)
     devices = deviceless.topology("h200", "1x1x4").devices
     training, batch = trainer.make_training(options, trainer.configuration(options), devices)

@@ -1,4 +1,4 @@
-"""The train step compiled for 4 H200s without having one: attention, collectives and memory."""
+"""The train step compiled for 4 H200s that this machine need not have: attention, collectives and memory."""
 
 import functools
 import re
@@ -40,13 +40,14 @@ def test_a_layer_has_four_gathers_and_four_scatters(sharding: str) -> None:
     for body in loops:
         assert len(re.findall(r" all-gather(-start)?\(", body)) == 2
         assert len(re.findall(r" reduce-scatter(-start)?\(", body)) == 2
-        # The sequence-sharded gradients of the norms wait for the end of the step; XLA's partitioner may not.
+        # The sequence-sharded gradients of the norms are summed at the end of the step. XLA's partitioner may sum them
+        # in the loop.
         assert sharding == "auto" or " all-reduce" not in body
 
 
 @pytest.mark.deviceless
 def test_a_layer_costs_its_residuals_and_its_gradients() -> None:
-    """What the backward needs is kept once, in 16 bits, and no weight is copied per layer."""
+    """Residuals are stored once, in 16 bits, and no layer copies its weights."""
 
     def temporary(layers: int) -> int:
         stats = compile_step(gpu_config(layers=layers)).memory_analysis()
@@ -57,6 +58,6 @@ def test_a_layer_costs_its_residuals_and_its_gradients() -> None:
     width = (config.heads + config.kv_heads) * config.head_dim
     per_token = 2 * config.hidden / TP + 2 * config.hidden + 2 * width / TP + 2 * config.ffn / TP
     weights = (gpu_config(layers=5).parameter_count - config.parameter_count) / TP
-    # Weights in 16 bits and the gradient of a micro-batch, and the float32 sum over micro-batches.
+    # Bytes per weight: 2 for the weight, 2 for a micro-batch's gradient, 4 for the sum over micro-batches.
     expected = 2 * per_token * config.seq + (2 + 2 + 4) * weights
     assert (temporary(8) - temporary(4)) / 4 < 1.05 * expected

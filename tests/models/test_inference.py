@@ -1,4 +1,4 @@
-"""Inference: prefill and decode give the logits of the training forward pass, whole or split over devices."""
+"""Prefill and decode give the logits of the training forward pass, on one device and split over several."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ CONFIG = LlamaConfig(
 )
 BATCH, PROMPT, SEQ, CAPACITY = 8, 5, 8, 10
 
-# The tests compare values; what LLVM makes of them fast is not worth the time.
+# The tests only compare values, so optimization by LLVM would cost more time than it saves.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -41,7 +41,7 @@ def tokens() -> Any:
 
 @functools.cache
 def params(scan_layers: bool) -> Any:
-    """Ten times as large as fresh ones, so that all layers count."""
+    """Parameters whose matrices are ten times their initial values, so every layer affects the logits."""
     unrolled = init_params(dataclasses.replace(CONFIG, scan_layers=False), jax.random.key(0))
     made = jax.tree.map(lambda weight: weight * (10 if weight.ndim > 1 else 1), unrolled)
     return made | {"layers": jax.tree.map(lambda *all_: jnp.stack(all_), *made["layers"])} if scan_layers else made
@@ -49,12 +49,12 @@ def params(scan_layers: bool) -> Any:
 
 @functools.cache
 def expected() -> jax.Array:
-    """`[batch, tokens that are predicted, vocab]`, from the last token of the prompt on."""
+    """Logits `[batch, predicted tokens, vocab]`, from the last token of the prompt on."""
     return fast_jit(logits, static_argnums=0)(CONFIG, params(True), tokens())[:, PROMPT - 1 :]
 
 
 def generated(start: Any, go_on: Any, weights: Any) -> tuple[jax.Array, Cache]:
-    """Logits as `expected`, and the cache in the end."""
+    """Logits in the form of `expected`, and the final cache."""
     found, cache = start(weights, tokens()[:, :PROMPT])
     all_logits = [found]
     for position in range(PROMPT, SEQ):
@@ -121,7 +121,7 @@ def test_a_layer_has_two_all_reduces_and_no_other_collective() -> None:
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     new = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     text = jax.jit(step).lower(shapes, new, cache_shapes(config, BATCH, CAPACITY)).as_text()
-    assert text.count("all_reduce") == 2 + 1  # of a layer, lowered once for all, and of the embedding
+    assert text.count("all_reduce") == 2 + 1  # two in the layer, which is lowered once, and one in the embedding
     assert text.count("call @layer") == config.layers
     assert "all_gather" not in text and "reduce_scatter" not in text
 

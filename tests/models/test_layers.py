@@ -1,4 +1,4 @@
-"""What each layer must satisfy by itself, and the sharded cross-entropy against Optax's."""
+"""Properties of single layers, and the sharded cross-entropy compared with Optax's."""
 
 import dataclasses
 from typing import Any

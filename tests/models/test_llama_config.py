@@ -1,4 +1,4 @@
-"""Presets: sizes, counts, overrides and what a wrong one is told."""
+"""Presets: sizes, parameter counts, overrides, and errors for wrong values."""
 
 from typing import Any
 

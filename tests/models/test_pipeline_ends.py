@@ -1,4 +1,4 @@
-"""Embedding and head of a pipeline, whose vocabulary is split over tp and pp, against one device."""
+"""Embedding and head of a pipeline that splits the vocabulary over tp and pp, compared with one device."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ CONFIG = LlamaConfig(
     vocab=64, hidden=32, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=48, seq=16, dtype="float32"
 )  # fmt: skip
 
-# The tests compare values; what LLVM makes of them fast is not worth the time.
+# The tests only compare values, so optimization by LLVM would cost more time than it saves.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -30,7 +30,7 @@ def specs_of_ends(config: LlamaConfig) -> Any:
 
 
 def middle(x: jax.Array) -> jax.Array:
-    """In place of the layers; elementwise, so that it needs no exchange."""
+    """Stands in for the layers. It is elementwise, so it needs no exchange."""
     return x + x**2
 
 
@@ -40,8 +40,11 @@ def one_device(config: LlamaConfig, params: Any, rows: Any) -> jax.Array:
 
 
 def pipelined(config: LlamaConfig, mesh: Any) -> Any:
-    """Loss and gradients as an executor takes them: x goes from the first stage to the last, whose is the head's input;
-    only the last one's cotangent goes back from the head, and only the first one's into the embedding."""
+    """Loss and gradients as an executor computes them.
+
+    x goes from the first stage to the last, which gives it to the head. Only the last stage's cotangent goes back from
+    the head, and only the first stage's cotangent goes into the embedding.
+    """
     specs = specs_of_ends(config)
     parallel = ManualParallel(pipeline="pp")
 

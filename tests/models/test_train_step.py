@@ -1,4 +1,4 @@
-"""The sharded train step against a dense model that is written out here, and what surrounds it."""
+"""The sharded train step compared with a dense model that is written out here; its shardings, types and errors."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ MICROBATCHES = 2
 ROWS = 8
 
 
-# The tests compare values; what LLVM makes of them fast is not worth the time.
+# The tests only compare values, so optimization by LLVM would cost more time than it saves.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -42,7 +42,7 @@ def tokens(rows: int = ROWS, seq: int = CONFIG.seq) -> Any:
 
 
 def rough_params(config: LlamaConfig) -> Any:
-    """Parameters with norms away from one and weights away from zero, so that no gradient is small."""
+    """Random parameters: norms from 0.5 to 1.5, other weights with standard deviation 0.1. So no gradient is small."""
     generator = np.random.default_rng(0)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -89,7 +89,7 @@ def dense_loss(config: LlamaConfig, params: Any, rows: Any) -> jax.Array:
 
 
 def gradients_only() -> optax.GradientTransformation:
-    """An optimizer that leaves the parameters alone and whose state is the last gradient."""
+    """An optimizer that does not change the parameters. Its state is the last gradient."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
@@ -97,7 +97,7 @@ def gradients_only() -> optax.GradientTransformation:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Each leaf to `tolerance` of its largest magnitude."""
+    """Checks that each leaf differs by at most `tolerance` times its largest expected magnitude."""
 
     def compare(path: Any, a: Any, b: Any) -> None:
         a, b = np.asarray(a), np.asarray(b)
@@ -136,7 +136,10 @@ def test_loss_and_gradients_are_those_of_the_dense_model(
 
 
 def test_parameters_and_optimizer_states_are_split_over_dp_too_where_that_is_asked_for() -> None:
-    """Each matrix along its first whole dimension that divides, never along the layers; norms are whole."""
+    """dp splits each matrix along its first dimension that is whole and divisible, but never along the layers.
+
+    Norms are not split.
+    """
 
     def bytes_of_one_device(sharding: Any) -> int:
         state = make_train_step(CONFIG, make_mesh(4, 2), optax.adam(1e-3), 1, sharding).abstract_state()
@@ -182,7 +185,7 @@ def test_sixteen_bit_compute_has_a_float32_optimizer_state(param_dtype: str) -> 
 
 
 def collectives(jaxpr: Any, in_loop: bool = False) -> list[tuple[str, bool]]:
-    """Names of the collectives of a program, and whether each is inside of a scan."""
+    """Names of a program's collectives, and whether each one is inside a scan."""
     found = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -201,7 +204,7 @@ def test_the_loops_sum_over_devices_in_the_cross_entropy_only() -> None:
     found = collectives(jax.make_jaxpr(training.train_step)(*arguments).jaxpr)
     in_loops = [name for name, in_loop in found if in_loop and "gather" not in name and "scatter" not in name]
     assert sorted(name.split("_")[0] for name in in_loops) == ["pmax", "psum"]
-    # Each leaf over dp and the three norms over tp as well, and the loss over dp.
+    # Every leaf and the loss are summed over dp, and the three norms also over tp.
     after = [name for name, in_loop in found if not in_loop]
     assert len(after) == len(jax.tree.leaves(param_specs(CONFIG))) + 3 + 1
 

@@ -1,8 +1,11 @@
-"""A made-up machine to measure: times alone and in pairs, by other rules than the models under test use.
+"""A made-up machine that gives times alone and in pairs. Its rules differ from those of the models under test.
 
-A collective takes SMs from a GEMM, which then needs more waves of tiles; operators share memory bandwidth; a
-collective launched second waits for the first wave of blocks to leave, one launched first does not. Everything is
-measured with noise. Shapes are those of Llama-8B and 25B layers at TP 4, sequence 8192.
+- A collective takes SMs from a GEMM. The GEMM then needs more waves of tiles.
+- Operators share memory bandwidth.
+- A collective that is launched second waits until the first wave of blocks has left. One that is launched first does
+  not wait.
+
+All measurements have noise. Shapes are those of Llama-8B and 25B layers at TP 4, sequence 8192.
 """
 
 import math
@@ -15,7 +18,7 @@ from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Section, Timing
 
 SMS = 132
-BLOCKED = 0.9  # of a product's time: how long another one cannot start beside it
+BLOCKED = 0.9  # fraction of an operator's time in which a second operator cannot start
 
 
 def gemm(m: int, n: int, k: int, layout: str = "nt", library: str = "cublaslt") -> OperatorKey:
@@ -106,7 +109,7 @@ def _tiles(key: OperatorKey) -> int:
 
 
 def _race(first: Key, second: Key, alone: dict[Key, float]) -> tuple[float, float]:
-    """When each side is done: the second starts after a delay, then both run at their rates until one is done."""
+    """The ends of both sides. The second one starts after a delay. Then both run at their rates until one is done."""
     if isinstance(first, OperatorKey) and isinstance(second, OperatorKey):
         delay, rates = BLOCKED * alone[first], (0.6, 0.5)
     elif isinstance(first, OperatorKey) and isinstance(second, CollectiveKey):

@@ -35,7 +35,7 @@ def test_no_sample_is_no_timing() -> None:
 
 @pytest.mark.parametrize(("seconds", "oef"), [(4.0, 1.0), (7.0, 0.0), (5.5, 0.5), (8.0, -1 / 3), (3.7, 1.1)])
 def test_overlap_effectiveness_is_the_papers(seconds: float, oef: float) -> None:
-    """OEF = (T_i + T_j - P) / min(T_i, T_j), with 4 and 3 alone; above 1 if the longer side is faster than alone."""
+    """OEF = (T_i + T_j - P) / min(T_i, T_j), here with T_i = 4 and T_j = 3. It exceeds 1 if P is less than 4."""
     assert PairTiming(seconds, seconds, 3.0, 4.0, 3.0).oef == pytest.approx(oef)
     assert PairTiming(seconds, 3.0, seconds, 3.0, 4.0).oef == pytest.approx(oef)
 
@@ -79,12 +79,15 @@ def test_settings_carry_their_own_name_and_a_summary() -> None:
 
 
 def test_more_than_the_shorter_side_hidden_is_noise_until_a_second_measurement_says_so() -> None:
-    """Both take 3.7, and the longer one 4 alone: true if the other launch order and the times by themselves agree."""
+    """The pair takes 3.7, less than its longer side alone (4).
+
+    This counts as true only if the other launch order and the times alone confirm it.
+    """
     other = PairKey(PAIR.second, PAIR.first)
     quick, slow = PairTiming(3.7, 3.0, 3.7, 3.0, 4.0), PairTiming(4.1, 4.1, 3.0, 4.0, 3.0)
     alone = {GEMM: Timing(3.0)}, {GATHER: Timing(4.0)}
     assert not Section("default", *alone, {PAIR: quick, other: replace(quick, seconds=3.8)}).noisy(PAIR)
-    assert not Section("default", *alone, {PAIR: slow}).noisy(PAIR)  # nothing is claimed
+    assert not Section("default", *alone, {PAIR: slow}).noisy(PAIR)  # the OEF is below 1
     assert Section("default", *alone, {PAIR: quick}).noisy(PAIR)
     assert Section("default", *alone, {PAIR: quick, other: slow}).noisy(PAIR)
     assert Section("default", *alone, {PAIR: replace(quick, spread=0.4), other: quick}).noisy(PAIR)

@@ -1,4 +1,4 @@
-"""The HLO library on modules that this jaxlib makes: read, check, write, and read again by XLA itself."""
+"""The HLO library reads, checks and writes modules of this jaxlib, and XLA reads them again."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The HLO pass hook of JAX: it hands over a module that dhelix reads, and what it takes back is what runs."""
+"""JAX's HLO pass hook passes modules that dhelix can read, and the returned module is the one that runs."""
 
 import jax
 import jax.numpy as jnp

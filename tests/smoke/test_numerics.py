@@ -1,4 +1,4 @@
-"""A train step that goes through dhelix's HLO and back gives the numbers it gave before, to the bit."""
+"""A train step that passes through dhelix's HLO library gives bitwise the same numbers as before."""
 
 from functools import partial
 
@@ -65,7 +65,7 @@ def test_a_round_trip_through_hlo_changes_no_bit() -> None:
 
 
 def _add_something_unused(module: HloModule) -> None:
-    """So that the module is written anew, not handed back as it came."""
+    """Adds an unused instruction, so the module is serialized anew instead of returned unchanged."""
     builder = Builder(module.entry)
     parameter = module.entry.parameters[0]
     builder.tuple([parameter])

@@ -1,4 +1,4 @@
-"""A step whose layers form a pipeline computes what it does without one."""
+"""A step whose layers form a pipeline gives the same results as without a pipeline."""
 
 from typing import Any
 

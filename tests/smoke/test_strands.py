@@ -1,4 +1,4 @@
-"""The decorator turns a step with a loop over micro-batches into two strands and changes no bit."""
+"""The decorator turns a step with a loop over micro-batches into two strands, with equal results up to rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_interleaved_step_is_transformed_and_right() -> None:
     for _ in range(3):
         weights, expected = plain(weights, batch)
         strands, loss = interleaved(strands, batch)
-        np.testing.assert_allclose(loss, expected, rtol=1e-6)  # replicas are summed once a step
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)  # dhelix sums over replicas only once per step
     np.testing.assert_allclose(weights, strands, rtol=1e-5, atol=1e-6)
     report = interleaved.report(strands, batch)
     changed = ("strand-duplication", "gradient-accumulation", "activation-sharing", "replica-sums")

@@ -29,9 +29,8 @@ def no_loop(module: HloModule) -> PassRefusal:
             again,
         )
     return PassRefusal(
-        "the step has no loop over micro-batches that takes gradients: take and accumulate gradients in a loop inside "
-        "the step (lax.scan, optax.microbatching; not the gradient of a whole loop), or use dhelix.value_and_grad with "
-        "microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be interleaved"
+        "the step does not take gradients in a loop over micro-batches: give microbatches= of 2 or more and call "
+        "dhelix.value_and_grad, or accumulate gradients in your own loop inside the step (lax.scan or Python)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of collective matmuls beside strands: which programs it predicts."""
+"""The benchmark of strands with collective matmuls: the programs that it predicts."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ AUTO = StepOptions(collective_matmul="auto")
 
 @pytest.mark.deviceless
 def test_programs_of_the_table() -> None:
-    """A program without a loop has nothing to weigh, so everything is taken that is faster alone."""
+    """In a program without a loop there is nothing to weigh. So all sites that are faster alone are chosen."""
     sharding = NamedSharding(deviceless.mesh({"tp": 4}), P("tp"))
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
     target = target_of(lowered, AUTO)

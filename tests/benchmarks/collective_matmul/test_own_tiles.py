@@ -1,4 +1,4 @@
-"""What own tiles cost a GEMM: that its kernels compile, the table, mistakes."""
+"""The cost of own tiles in a GEMM: compilation of the kernels, the table, and errors."""
 
 import sys
 

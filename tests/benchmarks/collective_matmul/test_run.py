@@ -1,4 +1,4 @@
-"""The benchmark of collective matmuls: sites, loops that are timed, results, tables, and one call on 4 CPU devices."""
+"""The benchmark of collective matmuls: sites, timed loops, results, tables, and one call on 4 CPU devices."""
 
 import dataclasses
 import sys
@@ -74,7 +74,7 @@ def test_iterations_of_a_loop_neither_merge_nor_leave_it() -> None:
     start = collective_matmul_programs.arguments(program, site, mesh, made)
     out = lowered(program, site, mesh, 5).compile()(*start)
     jax.effects_barrier()
-    assert len(seen) == 5 * 2  # on each device
+    assert len(seen) == 5 * 2  # five iterations on each of two devices
     expected = collective_matmul_programs.reference(site, mesh, made["x"], made["w"])
     assert collective_matmul_programs.difference(expected, out) < 1e-5
 
@@ -89,7 +89,7 @@ def test_on_gpus_a_loop_holds_the_operation_and_copies_nothing(kind: str) -> Non
         body = text[text.index("%region_0") :].split("\n}")[0]
         assert (collective in body) == (program.name != GEMM)
         assert ('custom_call_target="__cublas$lt$matmul"' in body) == (program.name != COLLECTIVE)
-        assert " copy(" not in body and text.count(" copy(") <= 1  # of the loop's counter
+        assert " copy(" not in body and text.count(" copy(") <= 1  # only the loop's counter is copied
         assert '"known_trip_count":{"n":"20"}' in text
 
 
@@ -185,7 +185,7 @@ def test_shipped_times_are_of_all_files_of_a_link(tmp_path: Path) -> None:
     times = collective_matmul_times.load(paths[0])
     assert set(times.sites) == {QKV, dataclasses.replace(OUT_70B, axis_size=2)}
     assert choose(QKV, times) == Form("hybrid", 4)
-    assert 1e6 * times.sites[QKV].forms[Form("hybrid", 4)].seconds == pytest.approx(125)  # as beside the later 170
+    assert 1e6 * times.sites[QKV].forms[Form("hybrid", 4)].seconds == pytest.approx(125)  # 250 scaled by 170/340
     assert merged([first, later]).sites[QKV].gemm.samples == 3
 
 

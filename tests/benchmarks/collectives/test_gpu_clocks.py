@@ -1,4 +1,4 @@
-"""Samples of clock and power, from a command that writes what `nvidia-smi` writes."""
+"""Samples of clock and power, from a command with the output of `nvidia-smi`."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Collectives under NCCL's settings: what is measured, the table, a setting that fails."""
+"""Collectives under NCCL's settings: the timed operations, the table, and a setting that fails."""
 
 import json
 import subprocess

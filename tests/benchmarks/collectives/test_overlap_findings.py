@@ -1,4 +1,4 @@
-"""Figure 4's takeaways, tested against made-up measurements on both sides of each."""
+"""The findings of figure 4, with made-up measurements that confirm and contradict each of them."""
 
 from __future__ import annotations
 

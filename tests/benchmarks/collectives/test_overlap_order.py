@@ -1,4 +1,4 @@
-"""DistFuse's figure 4: what counts as hidden, and that each way compiles for GPUs."""
+"""DistFuse's figure 4: the hidden share, the table, and the compilation of each way for GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parse of HLO text that counts are compared with, and the results that are kept."""
+"""The independent parse of HLO text that counts are compared with, and the stored results."""
 
 import json
 from pathlib import Path

@@ -70,7 +70,7 @@ def test_it_runs_on_cpu_devices_and_refuses_what_is_wrong(tmp_path: Path, monkey
     monkeypatch.setattr(
         inference_programs, "parallel_of", lambda variant: plain(BOUND if variant == "ring" else variant)
     )
-    fast = {"xla_backend_optimization_level": 0}  # to compile
+    fast = {"xla_backend_optimization_level": 0}  # compiles fast
     monkeypatch.setattr(inference_programs, "compiler_options", lambda mesh: fast)
     sizes = ("--prefill", "16", "--decode", "8", "--cached", "32")
     run = measured(tmp_path / "r.json", *sizes, "--forms", "hybrid:2", "ring", "mosaic", TILE_WISE)

@@ -1,4 +1,4 @@
-"""The all-reduce tile by tile: what it refuses, and that XLA compiles it for GPUs. Its run is in benchmarks."""
+"""The tile-wise all-reduce: its errors, and its compilation for GPUs. The benchmark runs it."""
 
 from __future__ import annotations
 

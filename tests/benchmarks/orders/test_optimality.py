@@ -1,4 +1,4 @@
-"""The long search that orders of layer bodies are compared with, and the table."""
+"""The long search, with which orders of layer bodies are compared, and the table."""
 
 import pytest
 
@@ -18,7 +18,7 @@ STRANDS = [
 
 
 def test_the_longer_search_finds_something_faster() -> None:
-    """And the same again: its random numbers are always the same."""
+    """A second search finds the same order, because its random numbers are always the same."""
     module, given = build(STRANDS, ["f2", "b2"])
     costs = Costs(H200_NO_P2P)
     costs.update(given)

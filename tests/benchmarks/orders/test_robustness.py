@@ -1,4 +1,4 @@
-"""Changed times of a body's instructions, and the table."""
+"""Changed times of the instructions of a body, and the table."""
 
 from dhelix.benchmarks.orders.robustness import Change, Row, changed, table
 from dhelix.passes.evaluation.costs import Costs

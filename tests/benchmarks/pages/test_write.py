@@ -1,4 +1,4 @@
-"""docs/results and the README's table are what the result files say."""
+"""docs/results and the README's table agree with the result files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The study of pipelines' memory: the largest model, what is computed from compiled steps, and tables."""
+"""The study of pipelines' memory: the largest model, values computed from compiled steps, and tables."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ CASE = Case("4 GPUs", "llama-8b", 16, 4, 1, vocab=32_000, limit=100 * GIB)
 
 
 def need(variant: str = W, layers: int = 16, gib_per_layer: float = 2.0, case: str = CASE.name) -> Need:
-    """5 GiB and so much per layer, of which 0.75 are state, 0.25 gradients, 0.125 weights."""
+    """A need of 5 GiB and `gib_per_layer` for each layer, of which 0.75 is state, 0.25 gradients and 0.125 weights."""
     state, gradients, weights = (int(layers * part * GIB) for part in (0.75, 0.25, 0.125))
     peak = int((5 + gib_per_layer * layers) * GIB)
     rest = GIB
@@ -43,7 +43,7 @@ def unchanged(given: Need) -> Need:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What `measure` was asked for; it gives `need`."""
+    """The steps that `measure` was asked for. It returns a `need`."""
     asked: list[tuple[str, int]] = []
 
     def measure(case: Case, variant: str, layers: int) -> Need:
@@ -72,10 +72,10 @@ def test_state_that_is_split_over_data_parallelism_takes_its_share() -> None:
 def test_the_largest_model_is_compiled(compiled: list[tuple[str, int]]) -> None:
     largest = Largest(CASE)
     largest.search(ONE, unchanged)
-    assert largest.in_steps(ONE, unchanged).layers == 40  # 5 + 2 * 40 = 85, and 48 layers take 101
+    assert largest.in_steps(ONE, unchanged).layers == 40  # 5 + 2 * 40 = 85 GiB; 48 layers need 101 GiB
     assert largest.on_line(ONE, unchanged) == pytest.approx(47.5)
     asked = len(compiled)
-    Largest(CASE, largest.needs).search(ONE, unchanged)  # what is known is not compiled again
+    Largest(CASE, largest.needs).search(ONE, unchanged)  # known sizes are not compiled again
     assert len(compiled) == asked
 
 

@@ -1,4 +1,4 @@
-"""Predictions of pipelines: steps put together from what the parts of compiled programs take."""
+"""Predictions of pipelines: step times composed of the times of parts of compiled programs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ W_STEP_MS = 400.0
 
 
 def predicted(monkeypatch: pytest.MonkeyPatch, *names: str, **times: Any) -> dict[str, float]:
-    """Of programs that all take `TIMES`, or others where `times` says so."""
+    """Predicted milliseconds of programs that all have the part times `TIMES`, with `times` in place of some."""
     parts = Times(**{**vars(TIMES), **times})
     monkeypatch.setattr(pipeline_predictions, "times_of", lambda module, costs: parts)
     monkeypatch.setattr(pipeline_predictions, "settled", lambda module, costs: costs)
@@ -43,7 +43,7 @@ def test_a_stages_own_ends_are_in_its_way(monkeypatch: pytest.MonkeyPatch) -> No
     more = {name: found[name] - alone[name] for name in names}
     assert more["interleaved, shared ends"] == pytest.approx(1.5 * MICROBATCHES)
     assert more["1F1B"] == pytest.approx(1.0 * MICROBATCHES, rel=0.2)
-    assert more["1F1B, shared ends"] > 8 * (2 - 1) * MICROBATCHES  # they join a forward and a backward of 8 layers
+    assert more["1F1B, shared ends"] > 8 * (2 - 1) * MICROBATCHES  # they couple a forward and a backward of 8 layers
 
 
 def test_messages_are_waited_for_unless_they_leave_beside_layers_that_do_not_communicate(
@@ -64,7 +64,7 @@ def test_what_co_executes_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schedules_without_a_program_need_one_that_knows_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = predicted(monkeypatch, "1F1B", "W, dp")
     assert found["W, dp"] == W_STEP_MS
-    # Work, the last stage's wait for one chunk forward, and what stands beside.
+    # The work, the last stage's wait for one forward chunk, and the work outside the loops.
     assert found[ZERO_BUBBLE] == pytest.approx(MICROBATCHES * 8 * 3 + 4 + 10)
     assert found[BIDIRECTIONAL] < W_STEP_MS
     assert set(predicted(monkeypatch, "1F1B")) == {"1F1B", ZERO_BUBBLE}

@@ -1,4 +1,4 @@
-"""The benchmark of pipelines: what is compared, tables, and a call on CPU devices."""
+"""The benchmark of pipelines: the compared variants, tables, and one call on CPU devices."""
 
 import argparse
 import dataclasses

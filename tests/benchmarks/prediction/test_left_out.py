@@ -1,4 +1,4 @@
-"""Predictions of shapes that were left out, on a made-up machine."""
+"""Predictions of left-out shapes on a made-up machine."""
 
 import json
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ def test_every_shape_and_size_is_left_out_once(results: Results) -> None:
 
 
 def watch_training(section: Section, monkeypatch: pytest.MonkeyPatch) -> list[Section]:
-    """What models are trained on when `section` is evaluated."""
+    """The sections that models are fitted on when `section` is evaluated."""
     trained: list[Section] = []
     fit = ContentionModel.fit
 
@@ -74,7 +74,7 @@ SMALL_ONLY, LARGE_ONLY = (gemm(8192, 4096, 1024), attention(8)), (gemm(8192, 819
 
 
 def two_models() -> Section:
-    """Two steps, each with all-gathers of its own; one fusion is part of both."""
+    """Two train steps with all-gathers of different sizes. One fusion belongs to both."""
     small = synthetic.section(operators=(*SMALL_ONLY, SHARED), collectives=[SMALL, collective("all-to-all", 64)])
     return small.merged(synthetic.section(operators=(*LARGE_ONLY, SHARED), collectives=[LARGE]))
 

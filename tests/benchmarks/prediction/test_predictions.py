@@ -1,4 +1,4 @@
-"""What was measured, predicted again: which rows, by which costs, and the table of errors."""
+"""New predictions for measured steps: the predicted rows, their costs, and the table of errors."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def run(workload: dict[str, Any], *results: Result) -> Run:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Namespace]:
-    """What was asked to be compiled on paper; everything is predicted to take 110 ms."""
+    """The options of each compilation on paper. Every step is predicted to take 110 ms."""
     calls: list[Namespace] = []
 
     def measure(options: Namespace, name: str = "", worker: object = None, show: Callable[..., str] = str) -> Path:

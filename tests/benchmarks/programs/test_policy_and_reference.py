@@ -1,4 +1,4 @@
-"""A step with a reference model beside one without: what is compiled of it for GPUs that nobody has, and the table."""
+"""A step with a reference model, compiled without a GPU, and the table that compares it with a step without one."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from dhelix.profiles.files import storage
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.step.options import StepOptions
 
-MEMORY = 1.03  # temporaries of strands, in units of the plain step's
+MEMORY = 1.03  # largest temporaries of strands, relative to the plain step's
 
 
 def test_three_bodies_are_two_strands_within_the_memory_of_the_plain_step() -> None:

@@ -1,4 +1,4 @@
-"""The step without communication: local copies in the place of collectives, and the same buffers."""
+"""The step without communication has local copies in place of collectives, and keeps its products."""
 
 import jax
 import jax.numpy as jnp

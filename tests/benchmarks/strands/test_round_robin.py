@@ -1,4 +1,4 @@
-"""A baseline: operators of two strands in turn."""
+"""A baseline order in which operators of two strands take turns."""
 
 from hypothesis import given, settings
 
@@ -36,7 +36,7 @@ def test_turns_are_legal(drawn: tuple[Program, list[str]]) -> None:
 
 
 def test_a_baseline_is_applied_although_it_is_slower() -> None:
-    """Strand pairing finds the best order; turns undo it."""
+    """Strand pairing finds the best order. Taking turns makes it slower again."""
     source = HloModule.from_text(PRODUCTS).to_bytes()
     best, _ = PassManager([StrandPairing(H200_NO_P2P, memory_slack=1.0)], strict=True).run(Stage.POST_SCHEDULER, source)
     assert best is not None

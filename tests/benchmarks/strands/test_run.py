@@ -1,4 +1,4 @@
-"""The benchmark of strands: figures from results, tables, settings and variants, and one call on CPU devices."""
+"""The benchmark of strands: computed quantities, tables, settings and variants, and one call on CPU devices."""
 
 import dataclasses
 import os
@@ -71,11 +71,11 @@ def test_losses_are_compared_with_the_plain_program() -> None:
     other, bound = group.find("default", "strands, dp"), group.find("default", "plain, no communication")
     assert other is not None and bound is not None
     assert group.loss_difference(other) == pytest.approx(0.01)
-    assert group.loss_difference(bound) is None  # wrong by design
+    assert group.loss_difference(bound) is None  # the losses are wrong by design
 
 
 def test_results_of_many_steps_are_judged() -> None:
-    """Nothing was timed: the table is all there is."""
+    """No step was timed, so this is the only table."""
 
     def checked(variant: str, factor: float, **facts: Any) -> Result:
         losses = [factor * 10 / step for step in range(1, 21)]
@@ -239,7 +239,7 @@ def test_a_process_is_started_as_its_setting_says(monkeypatch: pytest.MonkeyPatc
 def test_choices_of_the_autotuner_go_from_process_to_process(tmp_path: Path) -> None:
     shipped = autotune_results.file()
     assert shipped is not None
-    strand_processes.keep_choices(tmp_path)  # nothing was chosen
+    strand_processes.keep_choices(tmp_path)  # the autotuner chose nothing
     assert not list(tmp_path.iterdir())
     (tmp_path / "autotune.part.pbtxt").write_text(shipped.read_text().splitlines()[0] + "\n")
     strand_processes.keep_choices(tmp_path)

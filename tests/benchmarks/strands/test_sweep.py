@@ -1,4 +1,4 @@
-"""Speed-up over the share of communication: points from results and from papers, the picture, the budget."""
+"""Speed-up by share of communication: points from results and papers, the picture, and the budget."""
 
 import os
 from argparse import Namespace
@@ -39,7 +39,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 def test_workloads_beyond_the_budget_are_dropped(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
-    clock = iter(range(0, 10_000, 100))  # each look at the clock is 100 s later
+    clock = iter(range(0, 10_000, 100))  # each reading of the clock is 100 s later
     monkeypatch.setattr(strand_sweep.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(strands, "measure", lambda options: Path(f"{options.name}.json"))
     arguments = Namespace(

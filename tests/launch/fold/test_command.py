@@ -1,4 +1,4 @@
-"""`dhelix fold`: what it says of the paper's example, in JSON, in tables and as a picture."""
+"""`dhelix fold` on the paper's example: JSON, tables and the picture."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_picture_of_the_w_schedule() -> None:
         cells.setdefault((block.stage, block.start), []).append(block)
     pairs = [blocks for blocks in cells.values() if len(blocks) == 2]
     assert len(pairs) == 4 * 16
-    for forward, backward in pairs:  # forward above backward, one of each strand
+    for forward, backward in pairs:  # forward above backward, in different strands
         assert (forward.bottom, forward.top, backward.bottom, backward.top) == (0.5, 1.0, 0.0, 0.5)
         assert not forward.backward and backward.backward and {forward.strand, backward.strand} == {ALPHA, BETA}
 

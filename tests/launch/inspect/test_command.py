@@ -88,14 +88,14 @@ Dump = Callable[..., Path]
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Dump:
-    """Writes a dump folder with one module (text and proto) and what XLA writes beside it."""
+    """Writes a dump folder with one module (text and proto) and the other files that XLA writes."""
 
     def write(folder: str = "dump", text: str = TEXT, name: str = NAME) -> Path:
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
         (path / f"{name}.txt").write_text(text)
         module = HloModule.from_text(text).to_bytes()
-        size = len(module).to_bytes(4, "little")  # HloProto: field 1, its length as a varint, the module
+        size = len(module).to_bytes(4, "little")  # HloProto: tag of field 1, length as a varint, module
         length = bytes(b for b in (size[0] & 0x7F | 0x80, (len(module) >> 7) & 0x7F | 0x80, len(module) >> 14))
         (path / f"{name}.hlo.pb").write_bytes(b"\x0a" + length + module)
         (path / f"{name}-buffer-assignment.txt").write_text(BUFFERS)
@@ -131,7 +131,7 @@ def check(found: Inspection) -> None:
     assert found.hidden_ms == pytest.approx(gather.hidden_ms)
     assert found.communication_alone_ms == pytest.approx(gather.alone_ms + reduce.alone_ms)
     assert found.step_ms == pytest.approx(found.compute_ms + found.exposed_ms)
-    (copy,) = found.copies  # the one outside the loop costs once and is no news
+    (copy,) = found.copies  # only copies inside loops are listed
     assert (copy.instruction, copy.kind, copy.bytes, copy.executions) == ("copy.1", "copy", 32 * 2**20, 5)
 
 
@@ -139,7 +139,7 @@ def test_what_it_finds(dump: Dump) -> None:
     found = inspect.inspect_dump(dump())
     check(found)
     assert found.cost_model == "roofline"
-    assert found.hardware == "H100"  # what the dump was compiled for
+    assert found.hardware == "H100"  # the GPU that the dump was compiled for
     assert found.source.endswith(f"{NAME}.hlo.pb")
     assert found.memory is not None
     memory = found.memory
@@ -160,8 +160,8 @@ def test_picture(dump: Dump) -> None:
     assert {bar.key for bar in picture.bars if bar.name == "dot.1"} == {"alpha"}
     assert {bar.key for bar in picture.bars if bar.name == "copy.1"} == {"copy"}
     (window,) = picture.zoom
-    starts = [bar.start for bar in picture.bars if bar.name == "next"]  # the first of the body
-    assert window.start == pytest.approx(starts[2])  # out of the middle
+    starts = [bar.start for bar in picture.bars if bar.name == "next"]  # the first instruction of the body
+    assert window.start == pytest.approx(starts[2])  # the third of five iterations
     assert window.end == pytest.approx(starts[3])
 
 
@@ -207,7 +207,7 @@ def test_the_largest_module_of_a_folder_and_says_which(dump: Dump, capsys: pytes
 
 
 def test_tables(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dhelix_inspect(dump() / f"{NAME}.txt", "--hardware=A40") == 0  # of which there is no profile
+    assert dhelix_inspect(dump() / f"{NAME}.txt", "--hardware=A40") == 0  # there is no profile of this GPU
     text = capsys.readouterr().out
     assert "estimates from the roofline cost model for A40" in text
     for word in ("all-gather-start.1", "all-reduce.1", "GEMM", "copy.1", "exposed", "memory: peak"):
@@ -215,7 +215,7 @@ def test_tables(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_units_suit_a_small_step(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
-    """A whole step of microseconds and a few kilobytes is not a table of zeros."""
+    """A step that takes microseconds and kilobytes is shown in these units, not as zeros."""
     small = dump(text=TEXT.replace("4096", "64").replace("1024", "16"))
     assert dhelix_inspect(small) == 0
     cells = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
@@ -272,7 +272,7 @@ def test_brackets_in_names_are_no_markup(dump: Dump, capsys: pytest.CaptureFixtu
 
 
 def test_no_ratio_to_what_rounds_to_nothing(dump: Dump) -> None:
-    """Times are sums, so what is nothing may be 1e-17: its reciprocal says nothing."""
+    """Times are sums, so rounding may turn a time of zero into 1e-17. A ratio to it means nothing."""
     found = inspect.inspect_dump(dump())
     before, after = (dataclasses.replace(found, slow_down_ms=loss) for loss in (1e-17, 0.5))
     output = io.StringIO()
@@ -284,12 +284,15 @@ def test_no_ratio_to_what_rounds_to_nothing(dump: Dump) -> None:
 
 
 def test_times_of_a_profile(dump: Dump, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one of the hardware, its link and the setting; else the roofline's, unless it was asked for."""
+    """Times come from a profile of the hardware, link and launch setting, or else from the roofline.
+
+    A profile that the user names must be readable.
+    """
     monkeypatch.delenv("DHELIX_PROFILES", raising=False)
     found = inspect.inspect_dump(dump(), "H200", profile="auto", setting="connections1")
     assert found.cost_model.startswith("profile h200-nvlink (launch setting connections1, ")
     assert found.step_ms > found.compute_ms > 0.0 and len(found.collectives) == 2
-    assert found.idle_ms > 0.0  # kernels of a measured step have pauses between them
+    assert found.idle_ms > 0.0  # in a measured step, kernels have pauses between them
     assert found.step_ms == pytest.approx(found.compute_ms + found.exposed_ms + found.idle_ms)
     assert inspect.inspect_dump(dump(), "H200-no-p2p", profile="auto").cost_model.startswith("profile h200-no-p2p (")
     assert inspect.inspect_dump(dump(), "A40", profile="auto").cost_model == "roofline"
@@ -315,7 +318,7 @@ def test_a_compiled_step() -> None:
 
 
 def test_a_dump_of_this_jax(tmp_path: Path) -> None:
-    """What XLA writes today, read back: names of files, buffer assignment, memory."""
+    """Reads back a dump of the installed XLA: file names, buffer assignment, memory."""
     code = "import jax; jax.jit(lambda a: a @ a).lower(jax.numpy.ones((64, 64))).compile()"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

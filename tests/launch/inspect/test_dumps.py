@@ -1,4 +1,4 @@
-"""Reading files: what they hold is told by their content, and what holds no module gets one sentence."""
+"""Reading dump files: content decides how a file is read, not its name. A file without a module gives one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROTO = jax_compat.parse_hlo_text(TEXT)
 
 
 def wrapped(message: bytes) -> bytes:
-    """As field 1 of another message, shorter than 2**14 bytes."""
+    """Wraps a message of less than 2**14 bytes as field 1 of another message."""
     return bytes((0x0A, len(message) & 0x7F | 0x80, len(message) >> 7)) + message
 
 
@@ -144,7 +144,7 @@ def test_advice_names_another_file_of_the_same_module_or_none(
 
 def test_a_folder_of_packed_files_of_another_tool(tmp_path: Path) -> None:
     (tmp_path / "small_after_optimizations.txt").write_text(TEXT)
-    source = os.urandom(500).hex()  # which packs badly
+    source = os.urandom(500).hex()  # random text, which gzip compresses poorly
     large = TEXT.replace("jit_step", "jit_large").replace("negate(a)", f'negate(a), metadata={{op_name="{source}"}}')
     (tmp_path / f"{AFTER}.gz").write_bytes(gzip.compress(large.encode()))
     found = dumps.read(tmp_path)
@@ -172,11 +172,11 @@ def test_notes_say_what_was_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["", "0x27017c46b600, "])
 def test_memory_is_the_device_s_and_the_host_s_apart(tmp_path: Path, address: str) -> None:
-    """What is offloaded takes none of the GPU's memory. Old dumps give addresses, too, and no pages."""
+    """Offloaded arrays take no GPU memory. Old dumps also give addresses, and they give no pages."""
     lines = (
         "size 1000, parameter 0, shape f32[250] at ShapeIndex {}:",
         "size 500, maybe-live-out:",
-        "size 300, color 1, preallocated-temp:",  # memory that NCCL has registered, on the device
+        "size 300, color 1, preallocated-temp:",  # device memory that is registered with NCCL
         "size 4000, color 5, page 0, preallocated-temp:",
         "size 70, color 5, page 0, parameter 1, shape |f32[17]| at ShapeIndex {}:",
     )

@@ -1,4 +1,4 @@
-"""Modules in text: where they begin and end, which one counts, and what there is to say about the rest."""
+"""Modules in text: where they begin and end, which one is chosen, and the notes about the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HLO text of other XLA versions: what is read, what is left out for it, and what stays an error."""
+"""HLO text of other XLA versions: what is read, which attributes are left out, and what stays an error."""
 
 from __future__ import annotations
 

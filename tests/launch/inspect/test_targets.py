@@ -1,4 +1,4 @@
-"""Whose times a dump gets: its own description first, and never an H200's without a word."""
+"""The GPU whose times a dump gets. The dump's own description comes first, and a note names an assumed GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_gpu_that_the_dump_describes(tmp_path: Path, description: str, name:
     [
         (config("NVIDIA GeForce RTX 5090", 34e9, 170, (12, 0)), "GeForce-RTX-5090", 170 * 2e9 * 512, 16e9),
         (config("NVIDIA H100 PCIe", 85e9, 114), "H100-PCIe", 114 * 2e9 * 4096, 16e9),
-        (config("NVIDIA H200", 71e9, 60, links=18), "H200-71GB", 60 * 2e9 * 4096, 330e9),  # a slice, not all of it
+        (config("NVIDIA H200", 71e9, 60, links=18), "H200-71GB", 60 * 2e9 * 4096, 330e9),  # a slice of the GPU
         (config("NVIDIA B300", 288e9, 160, (10, 3), 18), "B300", 160 * 2e9 * 8192, 660e9),
     ],
 )
@@ -126,7 +126,7 @@ def test_without_a_description_a_note_says_whose_times(tmp_path: Path, name: str
 def test_a_gpu_that_cannot_be_described_is_asked_for(
     tmp_path: Path, description: str, name: str, what: str | None
 ) -> None:
-    if what is None:  # a description of another module is none
+    if what is None:  # the description is of another module, so it does not count
         assert choose(tmp_path, description, name)[0].name == "H200"
         return
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""`dhelix plan`: a dump of two strands, and a preset that is compiled without a GPU."""
+"""`dhelix plan` for a dump of two strands, and for a preset that is compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from dhelix.tests.passes.two_strands import TOGETHER
 
 RunPlan = Callable[..., Any]
 
-# Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
+# The profile is empty, so times are the roofline's and rates are the hardware's. With these, overlap gains time on a
+# link without peer-to-peer.
 DP = StepOptions()
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
 
@@ -132,7 +133,7 @@ def test_tables_of_a_dump(dump: Path, plan: RunPlan) -> None:
 
 
 def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
-    """The dump's are of four GPUs."""
+    """The dump's collectives span four GPUs."""
     out = tmp_path / "plan.json"
     for flags, gpus_per_node, lanes in (
         ((), 8, {"comm"}),
@@ -192,7 +193,7 @@ def test_what_is_predicted_is_what_the_plan_gives() -> None:
 
 
 def test_a_plan_keeps_to_how_many_collectives_may_be_in_flight() -> None:
-    """Also when it is carried out again; XLA's order has two, and is faster."""
+    """The limit also holds when the plan is carried out. XLA's order has two collectives in flight and is faster."""
     step = replace(program(), module=HloModule.from_text(TOGETHER).to_bytes())
     found = search(step, MODEL, StepOptions(max_in_flight=1), MemoryLimit(None))
     assert most_in_flight(found.module.schedule[found.module.entry], found.costs) == 1
@@ -213,7 +214,7 @@ def test_the_picture_has_both_strands_and_what_they_send() -> None:
     assert after.end == pytest.approx(1e6 * found.seconds, rel=1e-4)
     compute = sorted((b.start, b.end) for b in after.blocks if not b.sends)
     assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(compute, compute[1:], strict=False))
-    assert any(b.end - b.start > 1.05 * b.alone for b in after.blocks)  # slow-down is there to see
+    assert any(b.end - b.start > 1.05 * b.alone for b in after.blocks)  # the picture shows the slow-down
 
 
 def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_percent() -> None:
@@ -232,7 +233,7 @@ def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_per
 
 
 def test_gaps_between_buffers_are_kept_free() -> None:
-    """What the compiler counts in XLA's order, and live ranges do not have, comes on top in any order."""
+    """In XLA's order, the compiler counts more than the live ranges. In any order, this difference stays free."""
     estimate = search(program(), MODEL, DP, MemoryLimit(None)).bytes_xla
     step = program(Memory(1 << 30, 0, 0, estimate + 5000, "test"))
     arguments = LiveMemory(HloModule.from_bytes(step.module)).arguments
@@ -240,7 +241,7 @@ def test_gaps_between_buffers_are_kept_free() -> None:
 
 
 def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest plan of which it says that it fits."""
+    """The fastest plan that fits by the compiler's count is chosen."""
     fast = search(program(), MODEL, DP, MemoryLimit(None))
     slow = search(program(), MODEL, DP, MemoryLimit(None))
     slow = replace(slow, timeline=replace(slow.timeline, seconds=1.0))
@@ -268,7 +269,7 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_compiler_says_to_be_over_the_limit_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many bytes less as it left between buffers; the third time it is refused."""
+    """A plan over the limit is made again, at most twice, with as much memory left free as the compiler's gaps take."""
     step = program(Memory(1 << 30, 0, 0, 1 << 28, "test"))
     first = search(step, MODEL, DP, MemoryLimit(None))
     allowed: list[int | None] = []
@@ -295,7 +296,7 @@ def test_what_the_compiler_says_to_be_over_the_limit_is_planned_again(monkeypatc
 
 
 def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
-    """All-to-alls take memory beside; where the step fits without them alone, that is planned."""
+    """All-to-alls take additional memory. A step that fits only without them is planned without them."""
     small, large = (program(Memory(arguments, 0, 0, 1 << 28, "test")) for arguments in (1 << 30, 1 << 31))
     console = Console(file=io.StringIO(), width=400)
     find = functools.partial(search, options=DP, limit=MemoryLimit.of(3 << 29, None))
@@ -337,11 +338,12 @@ def test_errors_are_one_line(dump: Path, plan: RunPlan, arguments: tuple[str, ..
 
 
 def carried_out(options: trainer.Options, plan: str) -> None:
-    """The step runs in the plan's order, though it has more layers and micro-batches than what was planned."""
+    """The step runs in the plan's order, although it has more layers and micro-batches than the planned step."""
     training, batch = profile_step.deviceless_training(options)
     step = trainer.make_step(training, plain=False, options=StepOptions(plan=plan))
     example = training.abstract_state(), training.abstract_batch(batch)
-    # Not tuned, so fused otherwise than what was planned. The order is the last that XLA asks passes for.
+    # Without tuning, fusions differ from those of the planned step. XLA calls passes for the order last, so the
+    # compilation can stop there.
     scheduled_only.at_schedule(step.lower(*example), {**deviceless.COMPILER_OPTIONS, **deviceless.results_option()})
     done = step.report(*example)["planned-order"]
     assert done.changed and any(note.message == "ordered as planned" for note in done.notes)
@@ -350,7 +352,7 @@ def carried_out(options: trainer.Options, plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp_path: Path) -> None:
-    """Without a GPU, from the shipped profile."""
+    """The plan is made without a GPU, from the shipped profile."""
     out = tmp_path / "plan.json"
     status, text, _ = plan(
         "--preset=llama-8b", "--layers=4", "--mesh=tp=4", "--microbatches=3", "--skew=1", "--link=no-p2p",
@@ -371,7 +373,7 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp
 @pytest.mark.deviceless
 def test_a_pipeline_is_planned_and_runs_its_plan(tmp_path: Path) -> None:
     options = trainer.Options("llama-demo", layers=8, seq=128, pp=2, mesh="tp=2", microbatches=3)
-    step = plan_program.of_preset(options, like=program(Memory(1 << 30, 0, 0, 0, "test")))  # scheduled alone
+    step = plan_program.of_preset(options, like=program(Memory(1 << 30, 0, 0, 0, "test")))  # only scheduled
     found = search(step, CostModel.find("H200", "nvlink", "connections1"), DP, MemoryLimit(None))
     plan_files.save(found.plan, tmp_path / "plan.json")
     carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"))

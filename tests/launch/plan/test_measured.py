@@ -1,4 +1,4 @@
-"""`dhelix plan PLAN --trace DIR`: a plan beside the trace of the step that carried it out, without a GPU."""
+"""`dhelix plan PLAN --trace DIR` compares a plan with the trace of the step that carried it out. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> RunPlan:
 
 @pytest.fixture
 def ran(tmp_path: Path) -> tuple[Path, Path]:
-    """A plan's file, and the folder of a trace of its step, each kernel `STRETCHED` as long as predicted."""
+    """A plan's file, and the folder of a trace of its step. Each kernel takes `STRETCHED` times its predicted time."""
     module = HloModule.from_text(strand_module.text())
     original = dict(module.schedule)
     StrandPairing(model=MODEL, memory_slack=1.0).run(module, PassContext())
@@ -71,12 +71,12 @@ def test_what_segments_took_stands_beside_what_was_predicted(
     status, text, _ = plan(ran[0], f"--trace={ran[1]}", f"--out={tmp_path / 'measured.json'}")
     assert status == 0
     assert "1 step on GPU:0" in text
-    assert "differ from measured ones by 20.0% in the median" in text  # a time that is 1.25 times as long
+    assert "differ from measured ones by 20.0% in the median" in text  # measured times are 1.25 times as long
     written = plan_files.load(tmp_path / "measured.json")
     (body,) = written.bodies
     assert body.measured_us == pytest.approx(STRETCHED * body.predicted_us, rel=0.01)
     assert f"{body.measured_us:,.0f} µs" in text
-    assert body.order == plan_files.load(ran[0]).bodies[0].order  # and may be edited and run as before
+    assert body.order == plan_files.load(ran[0]).bodies[0].order  # the written plan can still be edited and run
 
 
 def test_another_order_than_the_plans_is_told(ran: tuple[Path, Path], plan: RunPlan) -> None:

@@ -1,4 +1,4 @@
-"""`dhelix profile` on a small step, with measurements out of a record, and without any."""
+"""`dhelix profile` on a small step, with recorded measurements and without any."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ def dump(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def record(dump: Path, tmp_path: Path) -> Path:
-    """What the step needs, as if it had been measured: a pair takes the longer one and a part of the other."""
+    """A profile with made-up times for the whole step. A pair takes its longer time plus a part of the shorter."""
     step = Step(profile_step.of_dump(dump).module)
     profile = Profile("H200", "nvlink", (WHERE,))
     for setting in ("default", "connections1"):
@@ -105,7 +105,7 @@ def dhelix_profile(*arguments: object) -> int:
 
 @pytest.fixture
 def measured(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Calls the command with --json and returns what it prints."""
+    """Calls the command with --json and returns the printed object."""
 
     def call(*arguments: object) -> dict[str, Any]:
         assert dhelix_profile(*arguments, "--json") == 0
@@ -119,7 +119,8 @@ def test_a_record_takes_the_place_of_gpus(dump: Path, record: Path, tmp_path: Pa
     result = measured(dump, "--recorded", record, "--out", out, "--settings=default,connections1")
     assert result["hardware"] == "H200" and result["gpus"] == 4 and result["file"] == str(out)
     for section in result["settings"].values():
-        assert section["coverage"]["measured"] > 0.9 and section["coverage"]["interpolated"] == 0.0  # but the callback
+        # Everything except the callback is measured.
+        assert section["coverage"]["measured"] > 0.9 and section["coverage"]["interpolated"] == 0.0
         assert section["missing"] == {"alone": [], "pairs": []}
         assert [(e["calls"], e["source"]) for e in section["operators"][:2]] == [(1, "measured")] * 2
         (gather,) = section["collectives"]

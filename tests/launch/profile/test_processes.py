@@ -1,4 +1,4 @@
-"""The processes that measure, with a stand-in that tells what it was given and does as it is told."""
+"""The processes that measure. A stand-in records its environment and request, and behaves as WORKER_MODE says."""
 
 import json
 import os
@@ -40,7 +40,7 @@ tell(finished=True)
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The profile's file; the stand-in leaves what it saw beside it."""
+    """The path of the profile. The stand-in writes its records next to it."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     monkeypatch.setattr(profile_processes, "COMMAND", (sys.executable, str(script)))

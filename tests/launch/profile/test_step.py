@@ -1,4 +1,4 @@
-"""The step of a dump: whose times it gets, and what is said about that."""
+"""The step of a dump: the GPU whose times it gets, and the notes about it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ cuda_compute_capability { major: 9 }
 
 
 def test_a_gpu_that_nothing_describes_is_asked_for(tmp_path: Path) -> None:
-    """Unlike `inspect`, which makes do with what its dump says: profiles and plans are of a named GPU."""
+    """Profiles and plans need a GPU that dhelix knows or the caller names. `inspect` takes the dump's description."""
     file = write(tmp_path, gpu=CARD)
     with pytest.raises(
         DhelixError,
         match="was compiled for H100-PCIe, which dhelix does not know; choose a GPU for the times with --hardware",
     ):
         profile_step.of_dump(file)
-    assert profile_step.of_dump(file, "H100-PCIe").hardware == "H100-PCIe"  # a machine that has such cards
+    assert profile_step.of_dump(file, "H100-PCIe").hardware == "H100-PCIe"  # as on a machine that has this GPU
 
 
 def test_a_dump_of_cpus_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The process that measures, with stand-ins for GPUs and what they measure."""
+"""The process that measures, with stand-ins for the GPUs and their measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Machine:
-    """Four H200s: everything takes 100 us. Remembers what it was asked for."""
+    """Stands in for four H200s. Everything takes 100 us. Records what it was asked to measure."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -82,7 +82,7 @@ def step_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Request], list[dict[str, Any]]]:
-    """Runs a request as the process would, and returns what it told, line by line."""
+    """Runs a request as the process would. Returns the printed messages, one per line."""
 
     def work(request: Request) -> list[dict[str, Any]]:
         path = tmp_path / "request.json"
@@ -184,10 +184,10 @@ def test_killed_at_any_moment_it_leaves_a_file_to_go_on_from(
     machine.patience = 10
     work(request)
     alone = [item for item in machine.items if item.second is None]
-    assert len(alone) == 2 * len(small_step.NAMES)  # once by itself, once beside its pairs
+    assert len(alone) == 2 * len(small_step.NAMES)  # each once on its own, and once with its pairs
 
 
-# ---- a preset
+# --- A preset.
 
 
 def test_a_step_is_traced_only_if_something_is_missing(
@@ -237,7 +237,7 @@ def test_a_step_that_does_not_fit_is_measured_operator_by_operator(
     assert len(machine.items) == len(small_step.NAMES)
 
 
-# ---- tables of collectives
+# --- Tables of collectives.
 
 
 def test_tables_are_filled_program_by_program(machine: Machine, work: Work, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Heat maps of pairs made by hand."""
+"""Heat maps of hand-made pairs."""
 
 import builtins
 from dataclasses import replace

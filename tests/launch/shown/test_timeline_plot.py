@@ -1,4 +1,4 @@
-"""Pictures of timelines made by hand."""
+"""Pictures of hand-made timelines."""
 
 import builtins
 import dataclasses

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written comes back on any mesh; another model's is refused by what differs."""
+"""A checkpoint can be restored on any mesh. One of another model is refused, and the error names what differs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`dhelix train` as its user sees it: what it prints, what it leaves on disk, and what it refuses."""
+"""`dhelix train` as a user sees it: its output, its files, and its errors."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def status(*arguments: str) -> int:
 
 
 def train(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], list[str]]:
-    """Results and progress lines."""
+    """Runs `dhelix train`. Returns its results and progress lines."""
     assert status(*SMALL, "--json", *arguments) == 0
     captured = capsys.readouterr()
     return json.loads(captured.out), captured.err.splitlines()
@@ -47,7 +47,7 @@ def test_the_last_step_is_recorded(
     monkeypatch.setenv("XLA_FLAGS", "")
     results, _ = train(capsys, "--plain", "--microbatches=1", f"--trace={tmp_path}")
     assert len(results["steps"]) == 4
-    assert "--xla_gpu_enable_command_buffer=" in os.environ["XLA_FLAGS"]  # else a trace names no instructions
+    assert "--xla_gpu_enable_command_buffer=" in os.environ["XLA_FLAGS"]  # otherwise traces name no instructions
     assert "jit_train_step" in {module.name for module in traced_modules.load(tmp_path)}
     assert status(*SMALL, "--steps=1", f"--trace={tmp_path}") != 0
     assert "give --steps 2 or more" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
     assert numbers(rest) == numbers(whole)[2:]
     assert f"resumed from step 2 in {tmp_path / 'run'}" in lines
 
-    # Each of these is one clear line, and leaves the checkpoints as they are.
+    # Each of these fails with one clear line and leaves the checkpoints unchanged.
     before = sorted((tmp_path / "run").rglob("*"))
     for arguments, says in (
         ([], "holds checkpoints up to step 4; give --resume"),
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
 
 
 def fake_run(losses: list[float]) -> trainer.Run:
-    """A run whose step gives these losses and counts in its state."""
+    """A run whose step returns these losses, one after the other. The state counts the steps."""
     run = trainer.prepare(trainer.Options(layers=1, seq=16, steps=len(losses), save_every=1, data=__file__))
 
     def step(state: Any, batch: Any) -> Any:

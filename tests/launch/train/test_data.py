@@ -1,4 +1,4 @@
-"""The text that is trained on: what is read, in which order, and that a batch depends on its number alone."""
+"""The training text: the files and their order. A batch depends only on its step and the seed."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_batch_depends_on_step_and_seed_alone() -> None:
     np.testing.assert_array_equal(batch, corpus().batch(3, 8, 16))
     assert (batch != corpus().batch(4, 8, 16)).any()
     assert (batch != corpus().batch(3, 8, 16, seed=1)).any()
-    # Rows are stretches of the text.
+    # A row is a contiguous part of the text.
     np.testing.assert_array_equal(np.diff(batch.astype(np.uint8), axis=1), 1)
 
 

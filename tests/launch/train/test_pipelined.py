@@ -1,4 +1,4 @@
-"""A pipelined train step of Llama against the one without a pipeline, and its state in the model's order."""
+"""A pipelined train step of Llama compared with the step without a pipeline, and its state in the model's order."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ from dhelix.runtime.step.strand_interleave import strand_interleave
 CONFIG = LlamaConfig(
     vocab=64, hidden=32, layers=5, heads=4, kv_heads=4, head_dim=8, ffn=48, seq=16, dtype="float32"
 )  # fmt: skip
-# Not Adam: to it a gradient that is rounding alone is as good as any, and moves a weight by the learning rate.
+# Adam would not do. With it, a gradient that consists of rounding errors still moves a weight by the learning rate.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_the_initial_state_is_the_models_own_folded() -> None:
     ("pp", "dp", "tp", "microbatches", "overrides", "choices"),
     [
         (2, 2, 2, 3, {}, {}),
-        (2, 2, 2, 3, {"vocab": 66}, {"schedule": "1f1b"}),  # own ends: tp alone divides the vocabulary
+        (2, 2, 2, 3, {"vocab": 66}, {"schedule": "1f1b"}),  # with own ends, only tp must divide the vocabulary
         (2, 1, 2, 2, {"layers": 4}, {"sharding": "auto"}),
     ],
     ids=["uneven_layers", "1f1b", "auto"],
@@ -80,7 +80,7 @@ def test_five_steps_are_those_without_a_pipeline(
     ):
         error = np.abs(np.asarray(leaf) - np.asarray(like)).max() / np.abs(like).max()
         assert error <= 1e-6, f"{jax.tree_util.keystr(path)}: {error}"
-    # Padding is still zero: none of what was trained lies anywhere but in the model's layers.
+    # Padding is still zero, so training changed only the model's layers.
     for name, folded in state.params["layers"].items():
         assert np.count_nonzero(folded) == np.count_nonzero(expected.params["layers"][name])
 
@@ -118,7 +118,7 @@ def test_stages_that_wait_for_neighbours_alone_share_no_ends(choices: dict[str, 
     assert params["embedding"].sharding.spec == PartitionSpec(ends)
     assert params["head"].sharding.spec == PartitionSpec(None, ends)
     shared = "pp" in ends
-    rows = jax.ShapeDtypeStruct((6, 15), "int32")  # 14 tokens divide by tp, and not by tp x pp
+    rows = jax.ShapeDtypeStruct((6, 15), "int32")  # 14 tokens are divisible by tp, but not by tp x pp
     if shared:
         with pytest.raises(ValueError, match="is not divisible by tp x pp 4"):
             training.check_batch(rows)
@@ -157,7 +157,7 @@ def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> None:
-    """It asks for passes that a pipeline does not go through."""
+    """The plan asks for passes that do not run on a pipeline."""
     order = OrderSection((PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
     plan = Plan("a step", PlanTarget.of("H200", "nvlink", "default"), CollectivesSection(reduced=1), order)
     training = pipelined()

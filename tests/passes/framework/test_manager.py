@@ -186,7 +186,7 @@ def test_a_pass_that_goes_wrong_leaves_no_trace(edit, text, outcome, reason, war
     assert with_next == alone is not None
     assert warnings.call_count == 1
     said = warnings.call_args.args[0] % warnings.call_args.args[1:]
-    assert said.startswith("dhelix: pass edit left jit_step unchanged: ")
+    assert said.startswith("dhelix: jit_step: pass edit changes nothing: ")
 
 
 @pytest.mark.parametrize(("edit", "text", "outcome", "reason"), CULPRITS)

@@ -56,5 +56,6 @@ def test_every_pass_has_its_effect() -> None:
 
 def test_unrolled_layers_become_two_strands() -> None:
     _, report, _ = _report(False)
-    (strands,) = report.passes[0].notes
+    *reasons, strands = report.passes[0].notes
+    assert [str(note).partition(": ")[0] for note in reasons] == 2 * ["no layer loops merged"]
     assert strands.message == "two strands" and strands.facts["merged_loops"] == []

@@ -1,4 +1,4 @@
-"""What a collective matmul takes beside its GEMM: measured, between measured sites, or a guess that says so."""
+"""The time of a collective matmul relative to its GEMM: measured, interpolated, or a guess that is marked as one."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def site(columns: int, rows: int = 8192) -> Site:
 
 
 def table(**ratios: float) -> Times:
-    """Sites by their columns, and how many times longer than the GEMM the kernel takes; a GEMM takes 2 ms there."""
+    """Times of sites by their columns. A GEMM takes 2 ms, and the kernel takes the given multiple of this time."""
     sites = {
         site(int(columns.removeprefix("n"))): SiteTimes(
             Timing(2e-3), Timing(1e-3), {MONOLITHIC: Timing(3e-3), KERNEL: Timing(ratio * 2e-3)}
@@ -27,7 +27,7 @@ def table(**ratios: float) -> Times:
 
 
 def test_a_measured_form_takes_so_many_times_its_gemm_as_where_it_was_measured() -> None:
-    """Whatever the clock was there."""
+    """Only the ratio counts, because the clock may have been different."""
     found = estimate(site(4096), KERNEL, table(n4096=1.1), GEMM)
     assert found is not None and found.source is Source.MEASURED
     assert (found.seconds, found.spread) == pytest.approx((1.1e-3, 1.1e-5))

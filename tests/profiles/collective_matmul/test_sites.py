@@ -1,4 +1,4 @@
-"""Collective matmuls as data, and the choice of a form: only what was measured to pay is taken."""
+"""Collective matmuls as data, and the choice of a form. A form is chosen only if measurements show that it pays."""
 
 from collections.abc import Mapping
 
@@ -101,13 +101,13 @@ def test_what_was_not_measured_stays_monolithic() -> None:
     wins = {MONOLITHIC: 100.0, RING: 50.0}
     assert choose(site(), None) == MONOLITHIC
     assert choose(site(), Times("H200", "nvlink")) == MONOLITHIC
-    assert choose(site(), table({site(): {RING: 50.0}})) == MONOLITHIC  # nothing to compare with
+    assert choose(site(), table({site(): {RING: 50.0}})) == MONOLITHIC  # there is no monolithic time to compare with
     times = table({site(rows=r): wins for r in (4096, 8192)})
     for far in (site(2048), site(16384), site(6144, 4000), site(6144, columns=1600), site(0)):
         assert choose(far, times) == MONOLITHIC
     for other in (site(6144, kind=KINDS[1]), site(6144, axis_size=2), site(6144, dtype="float16")):
         assert choose(other, times) == MONOLITHIC
-    assert choose(site(8192), table({site(1024): wins, site(65536): wins})) == MONOLITHIC  # too far apart
+    assert choose(site(8192), table({site(1024): wins, site(65536): wins})) == MONOLITHIC  # the sites are too far apart
 
 
 def test_between_measured_sites_a_form_must_win_at_all_of_them() -> None:

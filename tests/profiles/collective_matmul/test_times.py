@@ -1,4 +1,4 @@
-"""Files of collective matmuls' times: nothing is lost in them, nothing wrong gets in, and users' files count more."""
+"""Files with times of collective matmuls lose nothing and admit no wrong values. Users' files take precedence."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def test_a_file_reads_as_one_fact_a_line() -> None:
 
 
 def put(*way: Any) -> Callable[[dict[str, Any]], object]:
-    """Puts the last of `way` at the place that the others lead to."""
+    """Sets a value in nested containers. `way` holds the keys that lead to it, and then the value."""
     *steps, last, value = way
 
     def change(content: Any) -> None:

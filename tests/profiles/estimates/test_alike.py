@@ -1,4 +1,4 @@
-"""Times of a GPU that is like another one, from those of the other."""
+"""Times of a GPU, derived from the profile of a similar GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def h200(setting: str = "default") -> Profile:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where profiles are."""
+    """The only folder in which profiles are found."""
     monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
     monkeypatch.setattr(storage, "SHIPPED", tmp_path / "none")
     monkeypatch.setattr(collective_matmul_times, "_SHIPPED", tmp_path / "none")

@@ -1,4 +1,4 @@
-"""The pair model: timelines and rates by hand, and what it learns from a made-up machine."""
+"""The pair model: hand-computed timelines and rates, and what it learns from a made-up machine."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ RATE = st.floats(MIN_RATE, 1.0)
 
 
 def timed(first: float, second: float, rates: tuple[float, float]) -> PairTiming:
-    """What is measured of a pair that keeps to the model."""
+    """The timing of a pair that follows the model exactly."""
     return PairTiming(*pair_seconds(first, second, rates), first_alone=first, second_alone=second)
 
 
@@ -128,7 +128,7 @@ STARVED, FREE = (1.0, MIN_RATE), (1.0, 1.0)
     ],
 )
 def test_kinds_and_libraries_are_told_apart(other: Key) -> None:
-    """All-gathers starve beside cuBLAS's GEMMs and not beside others; both measured, both remembered."""
+    """The all-gather starves next to cuBLAS's GEMM, but not next to the other operator. The model keeps both apart."""
     pairs = {
         PairKey(GEMM, GATHER): timed(4e-4, 3e-4, STARVED),
         PairKey(other, GATHER): timed(4e-4, 3e-4, FREE),
@@ -144,7 +144,7 @@ def test_layouts_and_epilogues_of_one_library_are_alike() -> None:
 
 
 def test_a_pair_is_judged_by_what_its_sides_took_alone_beside_it() -> None:
-    """One operator twice as fast in one executable as in the other, and undisturbed in both."""
+    """The GEMM is twice as fast in one executable as in the other, and undisturbed in both."""
     pairs = {
         PairKey(GEMM, GATHER): timed(4e-4, 3e-4, FREE),
         PairKey(GEMM, collective("reduce-scatter", 64)): timed(2e-4, 3e-4, FREE),
@@ -159,7 +159,7 @@ def test_a_pair_with_nothing_on_one_side_says_nothing() -> None:
 
 
 def test_other_meshes_are_less_alike() -> None:
-    """Of two all-gathers of one length, that on the same mesh says more."""
+    """Two measured all-gathers take equally long. The one on the query's mesh counts more."""
     near, far = collective("all-gather", 64, gpus=4), collective("all-gather", 16, gpus=2, nodes=2)
     pairs = {PairKey(GEMM, near): timed(4e-4, 3e-4, FREE), PairKey(GEMM, far): timed(4e-4, 3e-4, STARVED)}
     model = ContentionModel.fit(Section("default", pairs=pairs), H200)

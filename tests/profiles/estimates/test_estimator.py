@@ -1,4 +1,4 @@
-"""Where an estimate comes from, and what it is then."""
+"""The sources of estimates, and the estimates that each source gives."""
 
 from dataclasses import replace
 
@@ -96,7 +96,7 @@ def test_pairs_of_another_setting_are_a_guess() -> None:
 
 
 def test_a_measured_pair_needs_no_times_alone_elsewhere() -> None:
-    """It brings its own: those of the section may be missing, or differ as a step's trace does."""
+    """A measured pair has its own times alone. The section's may be missing, or may differ, as those of a trace do."""
     only_pairs = Section("default", pairs=DEFAULT.pairs)
     slower = replace(DEFAULT, operators={GEMM: Timing(5e-4)})
     for section in (only_pairs, slower):

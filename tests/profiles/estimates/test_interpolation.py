@@ -1,4 +1,4 @@
-"""Times alone of unmeasured sizes, on hardware with round numbers."""
+"""Estimated times alone for unmeasured sizes, on hardware with round numbers."""
 
 import math
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_the_nearest_number_of_groups_stands_for_others() -> None:
 
 
 def families(*members: tuple[OperatorKey, float], hardware: Hardware = ROUND) -> OperatorFamilies:
-    """Members with their times as multiples of the roofline's."""
+    """Families of members whose times are the given multiples of the roofline's."""
     times = {key: Timing(slowness * roofline_seconds(key, hardware)) for key, slowness in members}
     return OperatorFamilies(times, hardware)
 

@@ -1,4 +1,4 @@
-"""Two profiles made by hand, compared."""
+"""Comparisons of two hand-made profiles."""
 
 import json
 
@@ -14,7 +14,7 @@ GATHER = CollectiveKey("all-gather", 64 * 2**20, 4)
 
 
 def profile(factor: float, gemms: int, setting: str = "default") -> Profile:
-    """Times of 100, 200, ... us, those of GEMM n changed by n steps of `factor`."""
+    """A profile with times of 100, 200, ... us. The time of GEMM n is multiplied n times by `factor`."""
     operators = {key: Timing(n * 100e-6 * factor**n) for n, key in enumerate(GEMMS[:gemms], 1)}
     pairs = {PairKey(GEMMS[0], GATHER): PairTiming(300e-6 * factor, 1e-4, 3e-4, 1e-4, 2e-4)}
     section = Section(setting, {**operators, SHORT: Timing(2e-6 * factor**20)}, {GATHER: Timing(2e-4)}, pairs)

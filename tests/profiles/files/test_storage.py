@@ -1,4 +1,4 @@
-"""Files of profiles: nothing is lost in them, and nothing wrong gets in."""
+"""Profile files lose nothing and admit no wrong values."""
 
 import json
 import math
@@ -138,7 +138,7 @@ def test_parts_may_be_missing() -> None:
 
 
 def _set(*way: Any) -> Callable[[dict[str, Any]], object]:
-    """Puts the last of `way` at the place that the others lead to."""
+    """Sets a value in nested containers. `way` holds the keys that lead to it, and then the value."""
     *steps, last, value = way
 
     def change(content: Any) -> None:
@@ -341,7 +341,7 @@ def test_operators_are_known_from_other_links_and_collectives_are_not(
     monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path))
     storage.save(replace(PROFILE, hardware="T1"), tmp_path / "t1-nvlink.json")
     storage.save(Profile("T1", "no-p2p").with_section(Section("default")), tmp_path / "t1-no-p2p.json")
-    (tmp_path / "t1-two-nodes.json").write_text("{")  # who uses that link is told
+    (tmp_path / "t1-two-nodes.json").write_text("{")  # only a search for this link fails
     found = storage.find("T1", "no-p2p")
     assert found and found.elsewhere.keys() == DEFAULT.operators.keys()
     assert not found.section("default").operators and storage.dumps(found).count("gemm") == 0
@@ -377,7 +377,7 @@ def test_shipped_files_are_as_they_would_be_written() -> None:
         assert found.alike or replace(found, elsewhere={}) == profile
 
 
-# --- What was measured elsewhere.
+# --- Profiles measured on other hardware or with other versions.
 
 
 @pytest.mark.parametrize(

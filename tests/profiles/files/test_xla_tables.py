@@ -1,4 +1,4 @@
-"""XLA's formats of measured times: what we write we read, and XLA reads it too."""
+"""XLA's formats for measured times. dhelix reads back what it writes, and XLA reads it, too."""
 
 import functools
 import math
@@ -154,12 +154,12 @@ def test_a_table_of_other_devices_is_named() -> None:
         xla_tables.parse_collective_table(text, "t.pbtxt")
 
 
-# --- XLA takes what we write: the order that its scheduler chooses follows our times.
+# --- XLA reads our files: the order of its scheduler follows our times.
 
 
 @functools.cache
 def _lowered() -> jax.stages.Lowered:
-    """Five collectives and, independent of them, three products to hide them."""
+    """Five collectives, and three independent products that can hide them."""
     mesh = deviceless.mesh({"tp": 4})
 
     def step(x: jax.Array, w: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -182,7 +182,7 @@ def _lowered() -> jax.stages.Lowered:
 
 
 def _schedule(**options: str) -> list[str]:
-    """Names in the order of the compiled schedule."""
+    """Names of instructions in the order of the compiled schedule."""
     compiled = deviceless.compile(_lowered(), xla_gpu_enable_latency_hiding_scheduler=True, **options)
     text = compiled.as_text() or ""
     return re.findall(r"^\s+(?:ROOT )?%([\w.-]+) = ", text[text.index("ENTRY") :], re.MULTILINE)
@@ -191,7 +191,7 @@ def _schedule(**options: str) -> list[str]:
 @pytest.mark.deviceless
 def test_xla_schedules_by_our_collective_table(tmp_path: Path) -> None:
     orders = []
-    for i, scale in enumerate((0.01, 1, 100, 100)):  # each with its own file: JAX compiles once for a path
+    for i, scale in enumerate((0.01, 1, 100, 100)):  # one file each, because JAX compiles only once for a path
         path = tmp_path / f"{i}.pbtxt"
         path.write_text(xla_tables.collective_table(_times(scale)))
         orders.append(_schedule(xla_gpu_experimental_collective_perf_table_path=str(path)))

@@ -1,4 +1,4 @@
-"""Descriptions of the papers' clusters: complete, and true to what can be computed from them."""
+"""The descriptions of the papers' clusters are complete and agree with what can be computed from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ each_cluster = pytest.mark.parametrize("cluster", clusters.ALL.values(), ids=lam
 
 
 def number(cluster: str, system: str, quantity: str, workload: str = "") -> Published:
-    """The one number of which these texts are parts."""
+    """The only number of `system` whose quantity and workload contain these texts."""
     found = [
         n
         for n in clusters.get(cluster).numbers

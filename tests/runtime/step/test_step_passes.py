@@ -133,8 +133,8 @@ def test_on_cpu_it_is_said_that_a_plan_is_not_looked_at(caplog: pytest.LogCaptur
 def test_on_cpu_it_is_said_that_memory_is_not_limited(caplog: pytest.LogCaptureFixture) -> None:
     program = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
     assert Target.of(program, StepOptions()) is None
-    assert plain_step.memory_limit(StepOptions(), None) is None and not caplog.records
-    assert [plain_step.memory_limit(StepOptions(memory_limit=1), None) for _ in range(2)] == [None, None]
+    assert plain_step.memory_limit("step", StepOptions(), None) is None and not caplog.records
+    assert [plain_step.memory_limit("step", StepOptions(memory_limit=1), None) for _ in range(2)] == [None, None]
     (record,) = caplog.records
     assert "because operators are ordered only on GPUs" in record.getMessage()
 
