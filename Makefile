@@ -1,5 +1,6 @@
 # make demo   trains a plain and an interleaved step on 8 CPU devices, compiles both for 4 GPUs, draws the timeline
-# make test   runs the tests that need no GPU
+# make test   runs the tests that need no GPU and are not slow
+# make test-slow   runs those that repeat at real size what shorter tests show
 # make lint   runs ruff and pyright
 # make docs   builds the site of docs/ in site/; fails on broken links and references, and on outdated result pages
 # Each target first sets up .venv (requirements/install.sh), and again when a requirement file has changed.
@@ -10,7 +11,7 @@ INSTALL := requirements/install.sh $(VENV) requirements/run.txt requirements/com
 
 export PYTHON
 
-.PHONY: demo test lint docs venv clean
+.PHONY: demo test test-slow lint docs venv clean
 
 demo:
 	@$(INSTALL)
@@ -20,7 +21,10 @@ venv:
 	@$(INSTALL) requirements/test.txt
 
 test: venv
-	$(VENV)/bin/pytest -n 2 -m "not gpu" $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -n 2 -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-slow: venv
+	$(VENV)/bin/pytest -n 2 -m "slow and not gpu" $(PYTEST_ARGS)
 
 lint: venv
 	$(VENV)/bin/ruff check .

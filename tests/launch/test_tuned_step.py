@@ -19,7 +19,6 @@ def measured() -> Section:
     return storage.load(autotune_results.SHIPPED / storage.file_name("H200", "nvlink")).sections[SETTING]
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize("preset", ["llama-8b", "llama-25b"])
 def test_every_operator_of_a_tuned_step_was_measured(preset: str, measured: Section) -> None:

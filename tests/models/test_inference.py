@@ -63,6 +63,7 @@ def generated(start: Any, go_on: Any, weights: Any) -> tuple[jax.Array, Cache]:
     return jnp.stack(all_logits, axis=1), cache
 
 
+@pytest.mark.slow
 def test_one_device_predicts_what_training_does() -> None:
     start = fast_jit(lambda weights, prompt: prefill(CONFIG, weights, prompt, CAPACITY))
     go_on = fast_jit(functools.partial(decode, CONFIG), donate_argnums=2)

@@ -159,6 +159,7 @@ def usual_training() -> Training:
     return make_train_step(config, make_mesh(2, 4), optax.adamw(1e-2), MICROBATCHES)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_keeps_types_and_shardings() -> None:
     training = usual_training()
     step, state = fast_jit(training.train_step, donate_argnums=0), training.init(jax.random.key(0))

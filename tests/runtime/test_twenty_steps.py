@@ -75,8 +75,10 @@ CASES = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "scan_layers", "devices", "pairing"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "scan_layers", "devices", "pairing"),
+    [c if c[-1] == "forward-backward" else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
+)
 def test_results_of_twenty_steps_are_the_plain_steps(dtype: str, scan_layers: bool, devices: int, pairing: str) -> None:
     (expected, _), (actual, changed) = (run(dtype, scan_layers, devices, which) for which in (None, pairing))
     assert "strand-duplication" in changed

@@ -13,6 +13,7 @@ from dhelix.profiles.collective_matmul.sites import Tiles
 from dhelix.runtime.compiler import deviceless
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     "shape, splits, tiles, names",

@@ -65,6 +65,7 @@ def test_tables_have_the_papers_numbers_beside(tmp_path: Path) -> None:
         read(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_it_runs_on_cpu_devices_and_refuses_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = inference_programs.parallel_of
     monkeypatch.setattr(
@@ -90,6 +91,7 @@ def test_a_budget_drops_what_no_longer_fits(tmp_path: Path) -> None:
     assert "- decode, 8 x 4096: no time left" in tables([read(tmp_path / "r.json")])
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize("case", [Case("prefill", 1, 1024), Case("decode", 64, 4096)])
 def test_on_gpus_neither_weights_nor_caches_are_copied(case: Case) -> None:

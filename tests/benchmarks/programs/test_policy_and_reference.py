@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from dhelix.benchmarks.programs.policy_and_reference import Row, compiled, make_step, table
 from dhelix.launch.plan import search as plan_search
 from dhelix.models import preset
@@ -13,6 +15,7 @@ from dhelix.runtime.step.options import StepOptions
 MEMORY = 1.03  # largest temporaries of strands, relative to the plain step's
 
 
+@pytest.mark.slow
 def test_three_bodies_are_two_strands_within_the_memory_of_the_plain_step() -> None:
     sizes = {"hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 4096, "vocab": 8192, "seq": 4096}
     config = preset("llama-8b", 2, remat="full", attention="cudnn", **sizes)

@@ -57,6 +57,7 @@ class _AsLowered(NoCommunication):
     stage = Stage.LOWERED
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_train_step_compiles_without_collectives_and_keeps_its_products() -> None:
     lowered = lower(Case("small", layers=2, microbatches=2, overrides=SMALL))

@@ -46,13 +46,12 @@ def test_the_initial_state_is_the_models_own_folded() -> None:
     jax.tree.map(np.testing.assert_array_equal, training.to_model_order(state), plain.init(key))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "microbatches", "overrides", "choices"),
     [
-        (2, 2, 2, 3, {}, {}),
+        pytest.param(2, 2, 2, 3, {}, {}, marks=pytest.mark.slow),
         (2, 2, 2, 3, {"vocab": 66}, {"schedule": "1f1b"}),  # with own ends, only tp must divide the vocabulary
-        (2, 1, 2, 2, {"layers": 4}, {"sharding": "auto"}),
+        pytest.param(2, 1, 2, 2, {"layers": 4}, {"sharding": "auto"}, marks=pytest.mark.slow),
     ],
     ids=["uneven_layers", "1f1b", "auto"],
 )

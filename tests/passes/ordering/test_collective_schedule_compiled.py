@@ -14,7 +14,6 @@ from dhelix.tests.passes.schedules import temporaries
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize("strands", [False, True])
 def test_a_train_step_compiles_in_the_order_found(strands: bool) -> None:

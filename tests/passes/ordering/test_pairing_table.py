@@ -85,6 +85,7 @@ def test_the_plan_is_as_fast_as_the_fastest_of_all_segmentations() -> None:
     assert 10 < infeasible < 300
 
 
+@pytest.mark.slow
 def test_with_segments_that_the_evaluator_plays_it_is_as_fast_as_the_fastest_segmentation() -> None:
     """1,000 instances with random rates of pairs, so the order and the launch of both segments decide P."""
     draw = random.Random(3)

@@ -171,13 +171,11 @@ def check_many(
         assert sum(name in names for names in each) >= share * count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family: str) -> None:
     check_many(drawn(*FAMILIES[family]), ["forward-backward"], EXAMPLES)
 
 
-@pytest.mark.slow
 def test_micro_batches_that_are_written_out_become_strands() -> None:
     some = drawn(programs.WRITTEN_OUT, losses.STACKS)
     check_many(some, ["forward-backward"], EXAMPLES_WRITTEN_OUT, share=0.5)
@@ -188,7 +186,6 @@ def test_same_bits_of_other_pairings() -> None:
     check_many(st.one_of([drawn(*family) for family in FAMILIES.values()]), OTHER_PAIRINGS, EXAMPLES_OTHER)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("skew", [1, 2])
 def test_same_bits_of_skewed_strands(skew: int) -> None:
     loops, stacks = FAMILIES["scan"]
@@ -245,7 +242,6 @@ COMPILED = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", COMPILED, ids=repr)
 def test_compiled(program: Program) -> None:
     result = transform(Plain(program))

@@ -28,7 +28,6 @@ CASES = (
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_merged_layer_loop_without_copies_and_with_no_more_memory(case: Case) -> None:
@@ -52,7 +51,6 @@ def test_unrolled_layers_need_no_more_memory() -> None:
     assert measure(strands, strands=True).peak <= MEMORY * measure(plain, strands=False).peak
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
 def test_copies_are_seen_where_there_are_some() -> None:
     """Without the barrier between the read and the write of a slot, copy insertion copies whole stacks."""

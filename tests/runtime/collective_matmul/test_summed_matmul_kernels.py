@@ -293,6 +293,7 @@ def test_compiles_with_splits(rows):
     assert compiled.out_info.shape == (rows, 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     "kind, devices",

@@ -55,7 +55,6 @@ def test_memory_may_be_said_with_a_unit() -> None:
     assert StepOptions(memory_limit="1.5 GiB").most_bytes == StepOptions(memory_limit=3 << 29).most_bytes == 3 << 29
 
 
-@pytest.mark.slow
 def test_a_strict_checker_refuses_what_is_no_option(tmp_path: Path) -> None:
     root = Path(dhelix.__file__).parent
     (tmp_path / "dhelix").symlink_to(root)

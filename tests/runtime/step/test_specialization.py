@@ -95,7 +95,6 @@ def is_interleaved(program: jax.stages.Compiled) -> bool:
     return "strand_beta/" in (program.as_text() or "")
 
 
-@pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog: pytest.LogCaptureFixture) -> None:
     """With the limit that the message gives, it runs as two strands and stays within the limit."""
