@@ -38,6 +38,12 @@ from dhelix.runtime.compiler.lowering import compiled_module
 ROOFLINE = "roofline"
 
 
+def _names(paths: Sequence[str]) -> list[str]:
+    """Titles for two dumps, which often hold programs of one name: the names of their folders. "" for a single one."""
+    names = [Path(path).absolute().name for path in paths]
+    return [""] if len(paths) == 1 else names if len(set(names)) > 1 else list(paths)
+
+
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
     """Inspects one dump or two; prints and writes the results. Raises DhelixError."""
     if len(arguments) != 1:
@@ -52,7 +58,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
         raise DhelixError("--headline is printed in the picture; add --png FILE")
     found = [
         inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
-        for path, title in zip(paths, [*titles, "", ""], strict=False)
+        for path, title in zip(paths, [*titles, *_names(paths)[len(titles) :]], strict=True)
     ]
     if values.inter_bandwidth and not any(i.parts.assumed for i in found):
         print(f"dhelix inspect: {NO_EFFECT}", file=sys.stderr)

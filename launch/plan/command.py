@@ -75,12 +75,23 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         plan_files.save(view.best.plan, chosen["out"])
     if chosen["picture"]:
         plan_picture.save_png(plan_picture.picture(view.best, view.plain, view.gain), chosen["picture"])
-    if chosen["json"]:
-        print(json.dumps(view.to_json(), indent=1))
-    else:
+    if not chosen["json"]:
         plan_tables.print_view(view, console, chosen["top"])
     _say_written(console, chosen["out"], chosen["picture"])
+    if chosen["bound"]:  # takes longest, so the plan is shown and written before
+        view = replace(view, bounds=_bounds(view.best, console))
+        for line in plan_bounds.in_words(view.bounds, view.best.seconds) if not chosen["json"] else ():
+            say(console, line)
+    if chosen["json"]:
+        print(json.dumps(view.to_json(), indent=1))
     return 0
+
+
+def _bounds(best: Candidate, console: Console) -> tuple[plan_bounds.BodyBound, ...]:
+    bodies = plan_bounds.bodies(best)
+    say(console, f"Bounding other orders of {len(bodies)} bodies takes a minute or more for each.")
+    with _Work(console, len(bodies)) as work:
+        return tuple(work.do(f"bounded: {body.name}", plan_bounds.bound, best, body) for body in bodies)
 
 
 def _say_written(console: Console, *names: str | None) -> None:
@@ -173,11 +184,7 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     gain = _gain(best, plain or best.program, {model.setting: model for model in models})
     if chosen["inter_bandwidth"] and not gain.after.assumed:
         say(console, NO_EFFECT)
-    proved: list[plan_bounds.BodyBound] = []
-    if chosen["bound"]:
-        with _Work(console, 1) as work:
-            proved = work.do("other orders are bounded", plan_bounds.bounds, best)
-    return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit, tuple(proved))
+    return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit)
 
 
 def _order_options(chosen: dict[str, Any]) -> StepOptions:

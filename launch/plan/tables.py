@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.inspect.dumps import Memory
-from dhelix.launch.plan.bounds import BodyBound, in_words
+from dhelix.launch.plan.bounds import BodyBound
 from dhelix.launch.plan.program import Program
 from dhelix.launch.plan.search import Candidate, MemoryLimit, microseconds
 from dhelix.launch.shown.progress import say
@@ -118,8 +118,6 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     if others:
         say(console, f"The plan also orders: {'; '.join(others)}.")
     reduced = "Gradients are reduced layer by layer, during the last backward." if best.plan.collectives.reduced else ""
-    for line in in_words(view.bounds, best.seconds):
-        say(console, line)
     for line in filter(None, (best.step_time.unknown_text, reduced, *_memory(view), _start(best))):
         say(console, line)
 
@@ -211,8 +209,13 @@ def _collectives(view: PlanView, top: int) -> Table:
         where = row["body"].partition(":")[0]
         name = row["name"] if row["kind"] in row["name"] else f"{row['name']} ({row['kind']})"
         table.add_row(name, where, f"{row['runs']:,}", size, *times, beneath or "nothing")
+    table.caption = (
+        "alone: without overlap; time: from start to end in the plan; exposed: the part under no compute; beneath "
+        "it: the operators that run meanwhile"
+    )
+    table.caption_justify = "left"
     if rows[top:]:
-        table.caption = f"and {len(rows) - top} more (--top)"
+        table.caption += f"; and {len(rows) - top} more (--top)"
     return table
 
 

@@ -7,7 +7,7 @@
       where the time goes: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (...)
       peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
       costs from the profile of H200 with link nvlink, launch setting default
-      to try: launch setting CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_CTA_POLICY=2, usually the fastest over nvlink ...
+      to try: launch setting NCCL_CTA_POLICY=2 CUDA_DEVICE_MAX_CONNECTIONS=1, usually the fastest over nvlink ...
       first step: compiled in 14.9 s, of which dhelix took 5.0 s
 
 If the gain is not predicted, a line says why.

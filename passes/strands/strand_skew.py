@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.names import BETA, FIRST, FIRST_BACK, LAST, LAST_BACK, name_strand
-from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.analysis.work import is_layer_loop, loop_work
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead
@@ -87,7 +87,7 @@ def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instr
         raise PassRefusal(f"strands of {parts.trip_count} micro-batches cannot be skewed; that takes at least 3")
     found = []
     for part in (parts.forward, parts.backward):
-        loops = [(i, loop_work(i)) for i in part if i.opcode == "while"]
+        loops = [(i, loop_work(i)) for i in part if i.opcode == "while" and is_layer_loop(i)]
         most = max((work for _, work in loops), default=0)
         large = [i for i, work in loops if work * 4 >= most]
         if len(large) != 1:

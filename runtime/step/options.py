@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, overload
 
 from dhelix.errors import DhelixError
+from dhelix.passes import pipeline_fold
 from dhelix.passes.framework.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -187,6 +188,10 @@ class StepOptions(JitOptions):
     dump_to: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if self.schedule in pipeline_fold.SCHEDULES:
+            raise DhelixError(
+                f"schedule={self.schedule!r} is a pipeline's: give it to pipeline=dhelix.Fold(..., schedule=...)"
+            )
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("reduce", self.reduce, REDUCTIONS)
         _whole("microbatches", self.microbatches, 1, "a whole number of at least 1, or None for the step's own loop")
