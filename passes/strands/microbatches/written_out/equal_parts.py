@@ -251,8 +251,14 @@ class _Search:
     def _differ(self, row: list[Instruction]) -> Unequal:
         """The refusal that names an instruction of `row` that differs from the first one."""
         odd = next((k for k, i in enumerate(row) if self.signatures.of(i) != self.signatures.of(row[0])), 1)
-        other = row[odd]
-        return self._refuse(f"micro-batch {odd + 1} has {_text(other)} where the first one has {_text(row[0])}", other)
+        first, other = row[0], row[odd]
+        if other.opcode == first.opcode and not shapes.same(other.shape, first.shape):
+            one, two = shapes.text(first.shape), shapes.text(other.shape)
+            why = (
+                f"micro-batch {odd + 1} has another shape than the first one: {two} instead of {one}, in {_text(other)}"
+            )
+            return self._refuse(why, other)
+        return self._refuse(f"micro-batch {odd + 1} has {_text(other)} where the first one has {_text(first)}", other)
 
     def _sum(self, chain: Chain) -> Sum:
         start, first = chain.first_summand(self.label, self.signatures)
