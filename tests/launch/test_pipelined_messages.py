@@ -49,6 +49,7 @@ def test_under_interleaved_1f1b_messages_travel_beside_the_next_tick() -> None:
     assert ["start", BETA, "done", "start", ALPHA, "done"] in ticks("interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_under_1f1b_nothing_is_received_before_both_stages_are_done() -> None:
     """A receive that waits while a loop runs would take a part of the GPU from the loop."""

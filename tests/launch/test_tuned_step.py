@@ -10,6 +10,7 @@ from dhelix.passes.evaluation.replay.operators import find_operators
 from dhelix.profiles.files import storage
 from dhelix.profiles.profile import Section
 from dhelix.runtime.compiler import autotune_results, deviceless, lowering, tuned
+from dhelix.tests.quick import slow_but
 
 SETTING = "default"
 
@@ -20,7 +21,7 @@ def measured() -> Section:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("preset", ["llama-8b", "llama-25b"])
+@pytest.mark.parametrize("preset", slow_but(["llama-8b"], ["llama-8b", "llama-25b"]))
 def test_every_operator_of_a_tuned_step_was_measured(preset: str, measured: Section) -> None:
     """The target description, the autotuning results and the profile must be replaced together."""
     options = trainer.Options(preset, layers=4, mesh="tp=4", plain=True)

@@ -74,6 +74,7 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     assert plain["mfu"] == pytest.approx(flops / (plain["step_seconds"] * 8 * 1e9))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = "--plain", f"--checkpoint_dir={tmp_path / 'run'}"
     whole, _ = train(capsys, *run, "--save_every=2")
@@ -167,6 +168,7 @@ def test_bad_options_are_one_line(arguments: list[str], says: str, capsys: pytes
     assert captured.err.startswith("dhelix train: ") and says in captured.err and captured.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = train(capsys)
     with socket.socket() as free:
@@ -196,7 +198,8 @@ def test_strands_that_are_apart_train_as_plain_does(capsys: pytest.CaptureFixtur
     assert numbers(apart) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("auto", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["auto", "fsdp"])
 def test_automatic_sharding_trains_too(sharding: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = train(capsys, "--plain", f"--sharding={sharding}")
     interleaved, lines = train(capsys, f"--sharding={sharding}")

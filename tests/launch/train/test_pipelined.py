@@ -35,6 +35,7 @@ def with_choices(**choices: Any) -> PipelinedTraining:
     return make_pipelined_step(CONFIG, make_mesh(2, 2, pp=2), OPTIMIZER, microbatches=3, **choices)
 
 
+@pytest.mark.slow
 def test_the_initial_state_is_the_models_own_folded() -> None:
     training, key = pipelined(), jax.random.key(5)
     plain = make_train_step(CONFIG, make_mesh(2, 2), OPTIMIZER, microbatches=3)
@@ -46,12 +47,13 @@ def test_the_initial_state_is_the_models_own_folded() -> None:
     jax.tree.map(np.testing.assert_array_equal, training.to_model_order(state), plain.init(key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "microbatches", "overrides", "choices"),
     [
-        pytest.param(2, 2, 2, 3, {}, {}, marks=pytest.mark.slow),
+        (2, 2, 2, 3, {}, {}),
         (2, 2, 2, 3, {"vocab": 66}, {"schedule": "1f1b"}),  # with own ends, only tp must divide the vocabulary
-        pytest.param(2, 1, 2, 2, {"layers": 4}, {"sharding": "auto"}, marks=pytest.mark.slow),
+        (2, 1, 2, 2, {"layers": 4}, {"sharding": "auto"}),
     ],
     ids=["uneven_layers", "1f1b", "auto"],
 )

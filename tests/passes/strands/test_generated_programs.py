@@ -41,6 +41,7 @@ from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes import programs
 from dhelix.tests.passes.interpreter import interpret
 from dhelix.tests.passes.programs import Program
+from dhelix.tests.quick import slow_but
 
 EXAMPLES = 30  # different programs per family, at least
 EXAMPLES_OTHER = 12  # of all families, each with every pairing other than forward-backward
@@ -171,7 +172,7 @@ def check_many(
         assert sum(name in names for names in each) >= share * count
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["scan"], FAMILIES))
 def test_same_bits(family: str) -> None:
     check_many(drawn(*FAMILIES[family]), ["forward-backward"], EXAMPLES)
 
@@ -186,7 +187,7 @@ def test_same_bits_of_other_pairings() -> None:
     check_many(st.one_of([drawn(*family) for family in FAMILIES.values()]), OTHER_PAIRINGS, EXAMPLES_OTHER)
 
 
-@pytest.mark.parametrize("skew", [1, 2])
+@pytest.mark.parametrize("skew", slow_but([1], [1, 2]))
 def test_same_bits_of_skewed_strands(skew: int) -> None:
     loops, stacks = FAMILIES["scan"]
     some = drawn(("fori", *loops[:3]), ("groups", *stacks)).map(

@@ -188,7 +188,7 @@ REASONS = {
     "parameters_updated_inside_the_loop": r"reads f32\[2,4,4\], .*parameters updated inside .*; update it once",
     "optax_multi_steps": "does not take gradients in a loop over micro-batches",
     "accumulation_across_calls": "does not take gradients in a loop over micro-batches",
-    "unequal_micro_batches": "takes 3 independent gradients: .* unroll= has unrolled, .*, because micro-batch 3 has another shape ",
+    "unequal_micro_batches": "takes 3 independent gradients: .*, because micro-batch 3 has another shape ",
     "ordered_print": r"ordered callbacks; make them unordered \(ordered=False\)",
     "ordered_io_callback": r"ordered callbacks; make them unordered \(ordered=False\)",
     "dynamic_number_of_micro_batches": "number of micro-batches is dynamic .*; loop over a static number",

@@ -18,6 +18,7 @@ from dhelix.passes.framework.report import CHANGED
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.step.pass_lists import strand_passes
 from dhelix.tests.passes.strands.gradients.reductions import reduced_in_loops
+from dhelix.tests.quick import slow_but
 
 LAYERS, WIDTH, HEADS, HEAD, HIDDEN, WORDS, LENGTH, MICROBATCHES, STEPS = 3, 8, 2, 4, 16, 12, 8, 3, 5
 TOLERANCE = 5e-6  # relative: additions of float32 in another order, five steps
@@ -114,7 +115,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(["dp", "dp x cp x tp"], CASES))
 def test_five_steps_are_the_plain_steps(name: str) -> None:
     ours = train(CASES[name])
     assert ours["replica-sums"].outcome == CHANGED, ours["replica-sums"].notes

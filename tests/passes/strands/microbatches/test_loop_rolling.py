@@ -74,7 +74,10 @@ def test_micro_batches_of_several_sizes() -> None:
         return sum(jax.grad(steps.scanned)(w, x) for x in (rows[:2], rows[2:4], rows[4:5], rows[5:]))
 
     found = refusal(step)
-    assert "takes 4 independent gradients" in found and "micro-batch 3 has another shape than the first one: (s32[], f32[1,4]" in found
+    assert (
+        "takes 4 independent gradients" in found
+        and "micro-batch 3 has another shape than the first one: (s32[], f32[1,4]" in found
+    )
 
 
 @pytest.mark.parametrize("ordered", [False, True])
