@@ -96,11 +96,12 @@ def in_words(found: Sequence[BodyBound], step_seconds: float) -> list[str]:
         else:
             share = 1.0 - body.bound / body.seconds
             lines.append(f"Bound for {of}: no order takes less than {1e6 * body.bound:,.0f} µs ({share:.1%} less).")
-    left = sum(body.left for body in found)
-    covered = sum(body.runs * body.seconds for body in found if body.bound is not None)
-    if covered:
+    bounded = [body for body in found if body.bound is not None]
+    if bounded:
+        left = sum(body.left for body in bounded)
+        which = "these bodies" if len(bounded) == len(found) else "the bodies with a bound"
         lines.append(
-            f"Other orders of these bodies, {covered / step_seconds:.0%} of the step, could save at most"
-            f" {1e3 * left:,.2f} ms of {1e3 * step_seconds:,.1f} ms ({left / step_seconds:.1%})."
+            f"Other orders of {which} could save at most {1e3 * left:,.2f} ms of {1e3 * step_seconds:,.1f} ms per step"
+            f" ({left / step_seconds:.1%})."
         )
     return lines

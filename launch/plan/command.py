@@ -89,7 +89,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 def _bounds(best: Candidate, console: Console) -> tuple[plan_bounds.BodyBound, ...]:
     bodies = plan_bounds.bodies(best)
-    say(console, f"Bounding other orders of {len(bodies)} bodies takes a minute or more for each.")
+    say(console, f"Bounding other orders of {len(bodies)} bodies takes up to minutes for each.")
     with _Work(console, len(bodies)) as work:
         return tuple(work.do(f"bounded: {body.name}", plan_bounds.bound, best, body) for body in bodies)
 
