@@ -61,8 +61,9 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def view_of(chosen: Mapping[str, Any]) -> FoldView:
-    """The schedule that the flags choose, its cost, and the cost of all schedules. Raises DhelixError if it does not
-    fit.
+    """The schedule that the flags choose, its cost, and the cost of all schedules.
+
+    Raises DhelixError if the chosen schedule does not fit the numbers of layers, stages and micro-batches.
     """
     costs = _costs(chosen)
     layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])

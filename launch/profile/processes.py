@@ -59,7 +59,7 @@ def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus
       Whether the request finished; False if `on_progress` stopped it.
 
     Raises:
-      DhelixError: the worker reported an error, or it died; then with its last words.
+      DhelixError: the worker reported an error, or it died. If it died, the message quotes its last words.
     """
     with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as folder:
         processes: list[subprocess.Popen[str]] = []

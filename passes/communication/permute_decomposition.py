@@ -44,7 +44,10 @@ class PermuteDecomposition(Decomposition):
         return self.replace_all(module, context, "collective-permute", _unfit, _decompose)
 
     def why_none(self, module: HloModule) -> str:
-        """Needs only a model: a shorter transfer takes nothing from compute, so it pays in any step."""
+        """Why no swap is replaced: there is no cost model; "" if there is one.
+
+        A shorter transfer takes nothing from compute, so a replacement helps in any step.
+        """
         return "" if self.model is not None else exchange.UNMEASURED
 
 

@@ -104,7 +104,7 @@ def pairing_order(
     strands: int = 2,
     context: PassContext | None = None,
 ) -> list[Instruction]:
-    """The order of `plan_body`, as a `Scheduler` for `apply_order`. Notes what was found in `context`."""
+    """The order of `plan_body`, as a `Scheduler` for `apply_order`. Adds a note on that order to `context`."""
     plan = plan_body(computation, sequence, costs, limits, max_segment, strands)
     if context is not None:
         context.note(PAIRED_NOTE if plan.strands == 2 else ORDERED_NOTE, **plan.facts())

@@ -43,7 +43,8 @@ Schedule = Mapping[Computation, Sequence[Instruction]]
 def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Plan) -> Plan:
     """Makes the plan that reproduces the module's schedule.
 
-    Bodies with two strands come first, then bodies with more time of their own per step.
+    Bodies with two strands come first. Among bodies with the same number of strands, the one with the most time of its
+    own per step comes first.
 
     Args:
       module: a scheduled module.

@@ -50,8 +50,8 @@ class Chain:
       layer_leaves: indices of the parameters (in the order of the leaves) from which the layers' weights are made.
       end_leaves: indices of the parameters that embedding and head read.
       prepare: (the layers' parameters, stacked) -> the scan's stacked weights.
-      casts: for each stack, the index of the layers' parameter that it is or that it is a cast of. Empty if stacks and
-        these parameters do not correspond one to one.
+      casts: for each stack of weights, the index of its parameter; the stack is that parameter or a cast of it. Empty
+        if stacks and layers' parameters do not correspond one to one.
       context: (batch) -> what every layer reads besides its weights.
       context_of_batch: whether `context` differs from micro-batch to micro-batch.
       embed: (end parameters, batch) -> what the first layer reads.

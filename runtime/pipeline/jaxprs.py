@@ -1,4 +1,4 @@
-"""Slices of traced functions, and running them under another mesh."""
+"""Takes parts out of traced functions, and runs traced functions under another mesh."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[l
     Args:
       devices: devices such as `jax.devices()`, in any order.
       gpus_per_node: None if each process is a node, as with one process per host and with `emulated_nodes`.
-        Otherwise each run of this many devices, ordered by process and id, is a node.
+        Otherwise devices are ordered by process and id, and each group of this many consecutive devices is a node.
 
     Raises:
       DhelixError: the nodes have different sizes.

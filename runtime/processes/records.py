@@ -54,7 +54,10 @@ def loads(text: str) -> Record:
 
 
 def check(said: Sequence[Said]) -> str:
-    """Raises HostsDisagreeError for the first difference, in the order of the entries. The judge of `Job.meet`."""
+    """Raises HostsDisagreeError for the first difference, in the order of the entries.
+
+    `Job.meet` calls this function as its `judge`.
+    """
     if len({one.text for one in said}) == 1:
         return ""
     records = [{entry.what: entry for entry in loads(one.text)} for one in said]

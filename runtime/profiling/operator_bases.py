@@ -1,7 +1,7 @@
 """The operator bases of DHelix (section 4.2, table 2; arXiv 2411.15871) as small JAX programs, compiled one by one.
 
-A Llama step contains some of the bases, and none of a mixture of experts. To test the paper's claims about pairs of
-bases (section 3.2, figure 4; see `overlap_findings`), each base becomes a program of its own over the current mesh:
+A Llama step contains some of the bases, but not those of a mixture of experts. To test the paper's claims about pairs
+of bases (section 3.2, figure 4; see `overlap_findings`), each base becomes a program of its own over the current mesh:
 
     compiled = compile_bases([*bases(LLAMA_8B), *bases(PHI_MOE)], mesh, local_axis="tp", options={...})
     module = compiled.modules["llama-8b attention-backward"]

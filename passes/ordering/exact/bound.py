@@ -81,7 +81,10 @@ class OrderedOverlap(Overlap):
 
 
 def least_makespan(cp_sat: Any, problem: Problem, horizon: float, effort: float) -> int:
-    """A lower bound of every order's time in nanoseconds; `horizon` (seconds) if nothing is faster than that."""
+    """A lower bound, in nanoseconds, on the time of every order.
+
+    If no order takes less than `horizon` seconds, the bound is `horizon`.
+    """
     bounds = _Bounds(cp_sat, effort)
     bound, solved = bounds.find(Overlap(cp_sat, problem, horizon), _OPEN * effort, 0)
     orders = list(itertools.islice(_orders(problem), _MOST + 1))

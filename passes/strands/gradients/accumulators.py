@@ -101,7 +101,7 @@ def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulato
 def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
     """The accumulator by which a loop inside a micro-batch stacks or adds up `result`, an element of its state.
 
-    Raises PassRefusal if the loop does more with it.
+    Raises PassRefusal if the loop uses that element for anything else.
     """
     found = _closed(result.operands[0], result.tuple_index, readers, outside=False)
     if found.refusal is not None:

@@ -74,7 +74,9 @@ class GradientAccumulation:
 
 
 def accumulate(computation: Computation, context: PassContext, strand: str = "") -> bool:
-    """Accumulates in the loops of one computation, for stacks of `strand`; empty: of any strand or none.
+    """Adds gradients to their accumulators inside the layer loops of one computation.
+
+    Only stacks of gradients of `strand` count; if `strand` is empty, all of them.
 
     Returns whether anything changed.
     """

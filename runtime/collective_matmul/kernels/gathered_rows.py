@@ -79,7 +79,7 @@ class GatheredGemm:
 
     @property
     def chunk_batches(self) -> int:
-        """Number of batches that fill one counter."""
+        """Number of batches of pieces in a chunk; when all have arrived, the counter of the chunk is full."""
         return self.chunk_pieces // self.transfer.batch
 
     @property

@@ -105,7 +105,7 @@ class TraceReport:
 
     @property
     def hidden_share(self) -> float:
-        """Between 0 and 1; 1 if there is no communication."""
+        """The fraction of communication time that is hidden; 1 if there is no communication."""
         return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
 
 

@@ -232,7 +232,7 @@ def _side_by_side(weights: Sequence[jax.Array], axis: int) -> jax.Array:
 
 
 def operand_shapes(pattern: Pattern) -> list[tuple[int, ...]]:
-    """Shapes of x and w of each product on one device, in turn; for an all-gather, of x once and then of each w."""
+    """Shapes on one device of x and w of each product, in turn. For an all-gather: x once, then each w."""
     gathers = pattern.site.kind == "all_gather_matmul"
     rows = pattern.site.rows // pattern.batch // (pattern.site.axis_size if gathers else 1)
     shapes: list[tuple[int, ...]] = []

@@ -80,7 +80,7 @@ def equinox_modules(tree: Any) -> list[Any]:
 
 
 class FixedLeavesJit:
-    """`jax.jit` for functions of trees that were `fixed`. Results are fixed, too."""
+    """`jax.jit` for functions that get trees made by `fixed`. Their results pass through `fixed`, too."""
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
         @functools.wraps(function)

@@ -86,7 +86,8 @@ class NnxGradients:
         self._has_aux = has_aux
 
     def run(self, differentiate: Any, splits: bool, args: Any, kwargs: Any) -> Any:
-        """
+        """Differentiates the loss, in a loop over micro-batches if `splits`.
+
         Args:
           differentiate: makes the loop (`gradients.Differentiate`).
           splits: whether there are micro-batches.

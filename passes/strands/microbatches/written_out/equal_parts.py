@@ -317,7 +317,10 @@ class _Search:
 
 
 def is_heavy(instruction: Instruction) -> bool:
-    """Whether it is or holds a product. Custom calls count as products, except random numbers and constraints."""
+    """Whether the instruction is a product, or calls a computation that holds one.
+
+    Custom calls count as products, except those that draw random numbers and sharding constraints.
+    """
     if instruction.opcode == "custom-call":
         drawn = "threefry" in instruction.proto.custom_call_target  # random numbers on GPUs
         return not (drawn or is_sharding_constraint(instruction))

@@ -11,7 +11,8 @@ Before:                                  After:
 Contract
     Consumes  N equal parts of one computation (`equal_parts`, which proves that they are equal).
     Makes     a `while` of N iterations. Inputs that differ by part are stacked before it. The loop stacks results that
-              are read behind it. A sum without a start value starts as the operation's neutral element: -0.0 + g is g.
+              are read after the loop. A sum without a start value starts as the operation's neutral element: -0.0 + g
+              is g.
     Keeps     every value, and the order of additions.
     Leaves    instructions that belong to no part, and those that compute inputs.
 
