@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dhelix.tests.quick import slow_but
+
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
 QUICK = {"own_loop", "nnx_model"}
@@ -18,7 +20,7 @@ def test_the_readme_lists_them_all() -> None:
     assert sorted(re.findall(r"^\| `(\w+)\.py`", (FOLDER / "README.md").read_text(), re.MULTILINE)) == EXAMPLES
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES])
+@pytest.mark.parametrize("name", slow_but(QUICK, EXAMPLES))
 def test_an_example(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "HOME": str(tmp_path)}
     command = [sys.executable, str(FOLDER / f"{name}.py")]

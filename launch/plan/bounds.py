@@ -1,6 +1,6 @@
 """Lower bounds on the time of a plan's bodies in any order: `dhelix plan --bound`.
 
-    [bound(candidate, body) for body in bodies(candidate)]  # [BodyBound("layers", 15, 0.0123, 0.0121), ...]
+    list(bounds(candidate))  # [BodyBound("layers of both strands", 15, 0.0123, 0.0121), ...]
 
 Each body that the plan orders becomes an exact model (`passes/ordering/exact/`). With the same costs, no legal order of
 the body takes less than the model's bound. The bound is about orders only: another program, or other costs, may be
@@ -9,7 +9,7 @@ faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,37 +53,28 @@ class BodyBound:
         return {"body": self.name, "runs": self.runs, "order_us": microseconds(self.seconds), "bound_us": bound}
 
 
-@dataclass(frozen=True)
-class Ordered:
-    """A body that a plan orders: its name in the plan, its computation, and how often a step runs it."""
-
-    name: str
-    computation: Computation
-    runs: int
-
-
-def bodies(candidate: Candidate) -> list[Ordered]:
-    """The bodies that the plan orders, in the plan's order."""
+def bounds(candidate: Candidate) -> Iterator[BodyBound]:
+    """Bounds the bodies that the plan orders, one after another. Raises DhelixError if OR-tools is missing."""
     found = dict[str, tuple[Computation, int]]()
     for computation, runs in executions(candidate.module).items():
         fingerprint = PlanOperators(computation, candidate.costs.operator_keys).fingerprint
         one, so_far = found.get(fingerprint, (computation, 0))
         found[fingerprint] = one, so_far + runs
-    mine = (body for body in candidate.plan.bodies if body.fingerprint in found)
-    return [Ordered(body.name, *found[body.fingerprint]) for body in mine]
-
-
-def bound(candidate: Candidate, body: Ordered) -> BodyBound:
-    """The bound of one body. Raises DhelixError if OR-tools is missing."""
-    order, costs = candidate.module.schedule[body.computation], candidate.costs
-    seconds = evaluate(order, costs).seconds
     memory = Memory(candidate.module)
-    limits = Limits(costs.hardware, memory.peak(body.computation, order), memory)
+    for body in candidate.plan.bodies:
+        if body.fingerprint in found:
+            yield _bound(candidate, memory, body.name, *found[body.fingerprint])
+
+
+def _bound(candidate: Candidate, memory: Memory, name: str, computation: Computation, runs: int) -> BodyBound:
+    order, costs = candidate.module.schedule[computation], candidate.costs
+    seconds = evaluate(order, costs).seconds
+    limits = Limits(costs.hardware, memory.peak(computation, order), memory)
     try:
-        exact = exact_order(body.computation, order, costs, limits, effort=_EFFORT)
+        exact = exact_order(computation, order, costs, limits, effort=_EFFORT)
     except TooLargeError as error:
-        return BodyBound(body.name, body.runs, seconds, None, str(error))
-    return BodyBound(body.name, body.runs, seconds, min(exact.bound, seconds))
+        return BodyBound(name, runs, seconds, None, str(error))
+    return BodyBound(name, runs, seconds, min(exact.bound, seconds))
 
 
 def in_words(found: Sequence[BodyBound], step_seconds: float) -> list[str]:

@@ -88,10 +88,13 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _bounds(best: Candidate, console: Console) -> tuple[plan_bounds.BodyBound, ...]:
-    bodies = plan_bounds.bodies(best)
-    say(console, f"Bounding other orders of {len(bodies)} bodies takes up to minutes for each.")
-    with _Work(console, len(bodies)) as work:
-        return tuple(work.do(f"bounded: {body.name}", plan_bounds.bound, best, body) for body in bodies)
+    total, found = len(best.plan.bodies), list[plan_bounds.BodyBound]()
+    say(console, f"Bounding the orders of {total} bodies; each may take minutes.")
+    with Progress(console, 0, total, "bound") as progress:
+        for body in plan_bounds.bounds(best):
+            found.append(body)
+            progress.update(len(found), body.name)
+    return tuple(found)
 
 
 def _say_written(console: Console, *names: str | None) -> None:

@@ -36,6 +36,7 @@ Names: the name stack gets the prefix `strand_alpha/` (backward) or `strand_beta
 strands. F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1 (arXiv 2411.15871), docs/design/strands.md.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 
@@ -94,6 +95,9 @@ class StrandDuplication:
         if self.pairing == "forward-backward":
             body, forward, backward = _co_executed_body(parts)
             together, replace = [(forward, backward)], _replace_loop
+            for name, part in (("forward", parts.forward), ("backward", parts.backward)):
+                if self.merge_layers and not _has_layer_loop(part):
+                    context.note(f"no layer loops merged: the {name} pass has no loop over its layers")
         else:
             body, together = _same_direction_body(parts, self.pairing)
             replace = _replace_loop_by_pairs
@@ -101,9 +105,6 @@ class StrandDuplication:
         for beta, alpha in together if self.merge_layers else ():
             merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
             merged += merge_manual_computations(body.computation, beta.values(), alpha.values(), context)
-            for strand, copies in (("forward", beta), ("backward", alpha)):
-                if not _has_layer_loop(copies):
-                    context.note(f"no layer loops merged: the {strand} pass has no loop over its layers")
         alone = replace(computation, parts, body)
         if self.merge_layers and not any(i.name.startswith(SKEWED) for i in loops_of(computation)):
             at_ends = [merge_loops(computation, _left(computation, copies), (), context) for copies in alone]
@@ -256,10 +257,10 @@ def _among(copies: Copies) -> list[Instruction]:
     return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
 
 
-def _has_layer_loop(copies: Copies) -> bool:
-    """Whether a loop over layers is among `copies` or in a computation that they call."""
-    inside = chain.from_iterable(graph.walk(called) for i in copies.values() for called in i.called)
-    return any(i.opcode == "while" and is_layer_loop(i) for i in chain(copies.values(), inside))
+def _has_layer_loop(part: Collection[Instruction]) -> bool:
+    """Whether a loop over layers is among the instructions or in a computation that they call."""
+    inside = chain.from_iterable(graph.walk(called) for i in part for called in i.called)
+    return any(i.opcode == "while" and is_layer_loop(i) for i in chain(part, inside))
 
 
 def _left(computation: Computation, copies: Copies) -> list[Instruction]:
