@@ -52,6 +52,7 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
         link=costs.link,
         setting=costs.setting,
         exposed_by=_exposed_by(module, played),
+        sent=sum(one.alone for one in played.collectives),
     )
 
 

@@ -48,6 +48,7 @@ class StepParts:
       assumed: constants in these times that nobody measured, as text for people; "" if there are none.
       link, setting: link and launch setting of the measured costs; "" for a roofline's.
       exposed_by: (collective, seconds) for the collectives that compute waits for most, longest first.
+      sent: collectives, at their time alone; not a part of the step's time, because collectives may overlap.
     """
 
     compute: float
@@ -65,6 +66,7 @@ class StepParts:
     link: str = ""
     setting: str = ""
     exposed_by: tuple[tuple[str, float], ...] = ()
+    sent: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import MANY_GUESSES, Gain, guesses
+from dhelix.passes.framework.units import milliseconds
 from dhelix.profiles.profile import FASTEST, SETTINGS
 
 if TYPE_CHECKING:
     from dhelix.passes.framework.report import Report
 
+_SENT_MORE = 1.25  # the factor of communication alone above which the partitioner must have sharded differently
 _LAYERS = re.compile(r" x (\d+)$")
 
 
@@ -36,7 +38,8 @@ def headline(found: Report) -> list[str]:
         why = found.left_alone or _why_unchanged(found)
         if not found.left_alone and not any(entry.ran for entry in found):
             return [f"{name}: no pass ran: each {why}", *_first_step(found)]
-        return [f"{name} runs unchanged: {why}", *_first_step(found)]
+        advice = [] if found.gain is None else _to_try(found.gain, left_alone=True)
+        return [f"{name} runs unchanged: {why}", *advice, *_first_step(found)]
     lines = [f"{name}: {_changed(found)}"]
     if found.gain is not None:
         lines.append(f"{found.gain.time()}, compared with the same micro-batched step without passes (DHELIX=off)")
@@ -80,10 +83,16 @@ def _why_unknown(found: Report) -> str:
     return "the plain step's schedule is unknown"
 
 
-def _to_try(gain: Gain) -> Iterator[str]:
+def _to_try(gain: Gain, left_alone: bool = False) -> Iterator[str]:
     """Advice on what may be faster, or make the prediction more certain."""
-    after, advice = gain.after, []
-    if gain.ratio >= 1.0:
+    before, after, advice = gain.before, gain.after, []
+    if before.sent and after.sent > _SENT_MORE * before.sent:
+        sent = f"communication alone {milliseconds(before.sent)} -> {milliseconds(after.sent)}"
+        advice.append(
+            "`jax.lax.with_sharding_constraint` on the input of every layer, because XLA's partitioner shards "
+            f"the strands differently ({sent})"
+        )
+    if 1.0 <= gain.ratio and not left_alone:
         advice.append("DHELIX=off, because no gain is predicted")
     best = SETTINGS.get(FASTEST.get(after.link, ""))
     # Assumed costs mean several nodes, where another setting may be faster.

@@ -135,7 +135,7 @@ class StepOptions(JitOptions):
             fastest.
 
     Debugging
-        strict: raise if the step would be left alone.
+        strict: raise if the step would be left alone. Interleave it even if it is predicted to be slower.
         verify: at the first call with arguments of a kind, compare the step with the plain step, on copies of the
             arguments (`runtime/step/verification.py`).
         passes: passes that replace the schedule's (`runtime/step/pass_lists.py`).
@@ -223,6 +223,11 @@ class StepOptions(JitOptions):
     def limited(self) -> bool:
         """Whether memory is limited to the plain step's and 3 % if `memory_limit` is not given."""
         return self.passes is None and (self.plan is not None or self.schedule in _LIMITED)
+
+    @property
+    def insists(self) -> bool:
+        """Whether the user asks for exactly these passes, even if the prediction says that they do not pay."""
+        return self.strict or self.passes is not None or self.plan is not None
 
     @property
     def matmuls(self) -> str | Form:

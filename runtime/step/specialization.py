@@ -17,7 +17,7 @@ from dhelix.errors import DhelixError, HostsDisagreeError
 from dhelix.passes import jax_compat
 from dhelix.passes.communication.collective_matmul.pattern import Placed
 from dhelix.passes.framework import fingerprint, report
-from dhelix.passes.framework.gain import Gain, StepParts
+from dhelix.passes.framework.gain import Gain, StepParts, guesses
 from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
 from dhelix.passes.framework.units import bytes_option, bytes_text
@@ -41,6 +41,9 @@ _MANUAL_IN_GSPMD = (
     "lowered for GSPMD"
 )
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True interleave it anyway)"
+
+_SLOWER = 0.05
+"""The predicted loss above which the plain step runs. Predictions from a profile of the step err by less."""
 
 
 class Specialization:
@@ -88,6 +91,7 @@ class Specialization:
         self._seconds = 0.0
         self._session: registration.Session | None = None
         self._why = ""
+        self._slower: Report | None = None
         start = time.perf_counter()
         with self._left_alone_on_error():
             self._target = Target.of(original, options)
@@ -122,6 +126,8 @@ class Specialization:
                         self._drop_refused_plan(self._options.loaded_plan)
                     if self._compiled is not None and self._limit is not None:
                         self._keep_memory(self._limit)
+                    if self._compiled is not None and not self.left_alone:
+                        self._keep_speed()
                     self._check_order()
                 self._seconds += time.perf_counter() - start
             return self._compiled
@@ -138,13 +144,19 @@ class Specialization:
 
     def report(self) -> Report:
         """Reports what the passes of all stages did. Compiles the program if the later stages have not run."""
-        if self._session is None or (self.left_alone and self._compiled is None):
+        if self._session is None or (self.left_alone and self._compiled is None and self._slower is None):
             return self.preview()
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
         if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
             self.compile()
+        if self._slower is not None:
+            return dataclasses.replace(self._slower, compile_seconds=self._seconds)
         if self.left_alone and self._compiled is None:
             return self.preview()
+        return self._whole_report()
+
+    def _whole_report(self) -> Report:
+        assert self._session is not None
         whole = self._session.report(self._order)
         stages = (*whole.stages, *filter(None, [self._refused]))
         gain = self._gain(stages)
@@ -274,6 +286,21 @@ class Specialization:
             raise DhelixError(f"{self._name}: {reason}")
         self._leave_alone(reason)
         self._compiled = jax_compat.apart(self.original).compile() if plain is None else plain
+
+    def _keep_speed(self) -> None:
+        """Leaves the step alone if it is predicted to be slower than the plain step.
+
+        Not if the user insists (`StepOptions.insists`). Then the report says that no gain is predicted.
+        """
+        if self._options.insists or self._plain is None:
+            return
+        found = self._whole_report()
+        slower = found.gain is not None and found.gain.ratio > 1.0 + _SLOWER
+        if self._largest(int(slower), "compare the predicted times") and found.gain is not None:
+            self._compiled = None
+            why = f"{found.gain.time()}; {guesses(found.gain.after)}"
+            self._leave_alone(f"two strands are slower: {why} (strict=True interleaves the step anyway)")
+            self._slower = dataclasses.replace(found, left_alone=self._why)
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:
         assert compiled is not None

@@ -26,6 +26,7 @@ def demonstrate(folder: Path) -> tuple[dict[str, Any], str]:
     return report, text.getvalue()
 
 
+@pytest.mark.slow
 def test_without_the_gpu_compiler_the_first_part_runs_and_the_second_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,9 +79,9 @@ def test_one_device_predicts_what_training_does() -> None:
 @pytest.mark.parametrize(
     ("devices", "scan_layers", "form"),
     [
-        (4, True, None),
+        pytest.param(4, True, None, marks=pytest.mark.slow),
         (8, False, None),
-        (4, False, "monolithic"),
+        pytest.param(4, False, "monolithic", marks=pytest.mark.slow),
         (4, True, "hybrid:2"),
         (4, False, "bidirectional_ring"),
         (8, False, "ring"),

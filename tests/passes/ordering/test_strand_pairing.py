@@ -194,6 +194,7 @@ def test_a_router_comes_before_what_could_run_as_well() -> None:
     assert order.index("shared") < order.index("dispatch_done") and order.index("b_wgrad") < order.index("combine_done")
 
 
+@pytest.mark.slow
 def test_small_programs_mostly_get_the_fastest_of_all_orders() -> None:
     """The search is a heuristic, so it may miss a few, but it stays within 10 % of the fastest order."""
     draw, fastest_found = random.Random(5), 0

@@ -19,6 +19,7 @@ from dhelix.tests.passes.schedules import temporaries
 WIDE = {"vocab": 8192, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 7168, "seq": 8192}
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_an_interleaved_step_is_paired() -> None:
     """Predicted to be faster than XLA's order and the list schedule; legal, deterministic, within the slack of 3 %."""

@@ -119,7 +119,11 @@ def test_a_tile_is_stored_beside_the_next_one(gemm: Gemm) -> None:
     "gemm, sources",
     [
         (Gemm(512, 192, 64, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 1), 1, halves=False), 1),
-        (Gemm(384, 320, 640, "bfloat16", Tiles(128, 256, 64, 2, "M", 2, 1), 1, 32, 4, halves=False), 3),
+        pytest.param(
+            Gemm(384, 320, 640, "bfloat16", Tiles(128, 256, 64, 2, "M", 2, 1), 1, 32, 4, halves=False),
+            3,
+            marks=pytest.mark.slow,
+        ),
         (Gemm(768, 320, 192, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 2), 2, 64, 3, halves=False), 1),
     ],
     ids=["one step", "many steps, three sources", "clusters, more slots than it takes"],

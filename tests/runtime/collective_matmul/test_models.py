@@ -56,7 +56,10 @@ def plain() -> Any:
     return step(CONFIG, None)(*arguments())
 
 
-@pytest.mark.parametrize(("form", "collective", "remat"), [("ring", "permute", "none"), ("hybrid:2", "gather", "full")])
+@pytest.mark.parametrize(
+    ("form", "collective", "remat"),
+    [pytest.param("ring", "permute", "none", marks=pytest.mark.slow), ("hybrid:2", "gather", "full")],
+)
 def test_losses_and_gradients_are_those_of_the_plain_step(form: str, collective: str, remat: Any) -> None:
     compiled = step(dataclasses.replace(CONFIG, remat=remat), CollectiveMatmuls(form)).lower(*arguments()).compile()
     assert f"{collective}(" in compiled.as_text()

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import dhelix
 from dhelix import Fold
 from dhelix.runtime.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from dhelix.tests.quick import slow_but
 from dhelix.tests.runtime.pipeline.models import (
     assert_close,
     folded,
@@ -173,7 +174,7 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
 
 
-@pytest.mark.parametrize("under", [contextlib.nullcontext, jax.set_mesh])
+@pytest.mark.parametrize("under", [contextlib.nullcontext, pytest.param(jax.set_mesh, marks=pytest.mark.slow)])
 def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
     """A key, an argument outside the batch and a captured array on the mesh; and the mesh around the step."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "dp"), axis_types=(AxisType.Auto,) * 2)
@@ -198,7 +199,7 @@ def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
     assert_close((value, unfolded(gradients, fold.layout())), expected)
 
 
-@pytest.mark.parametrize("schedule", ["w", "1f1b"])
+@pytest.mark.parametrize("schedule", slow_but(["1f1b"], ["w", "1f1b"]))
 def test_a_shard_map_inside_of_a_layer(schedule: str) -> None:
     """The shard_map is over an axis that the pipeline leaves automatic. Its rings rendezvous in each layer."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)

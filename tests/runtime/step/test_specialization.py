@@ -15,6 +15,7 @@ from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, Pla
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, registration
 from dhelix.runtime.compiler.lowering import compiled_module
+from dhelix.runtime.step import specialization
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.plain_step import PlainStep
@@ -83,6 +84,21 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
         compiled(step, arguments)
 
 
+@pytest.mark.deviceless
+def test_a_step_that_is_predicted_to_be_slower_runs_plain(
+    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(specialization, "_SLOWER", -1.0)
+    step, arguments = decorated(training)
+    found = step.report(*arguments)
+    assert not is_interleaved(compiled(step, arguments)) and found.gain is not None
+    assert found.left_alone.startswith("two strands are slower: predicted step time")
+    assert found["strand-duplication"].outcome == CHANGED  # the report still shows what was tried
+    assert [r for r in caplog.records if "runs as it is: two strands are slower" in r.getMessage()]
+    step, arguments = decorated(training, strict=True)
+    assert is_interleaved(compiled(step, arguments)) and not step.report(*arguments).left_alone
+
+
 def greedy(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
     """A step that needs more memory with two strands, because no pass keeps the gradients of replicas in one place."""
     compiler_options = dict(deviceless.COMPILER_OPTIONS)
@@ -124,6 +140,7 @@ def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog:
         compiled(step, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Training) -> None:
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(
