@@ -1,1 +1,1 @@
-"""LOWERED passes that turn a loop over micro-batches into two strands, and that prepare or complete this."""
+"""Passes that turn a loop over micro-batches into two strands, and improve them. All of them run at stage LOWERED."""

@@ -1,4 +1,4 @@
-"""Shares one buffer of residuals between both strands: forward writes the slots that backward frees.
+"""Shares one buffer of residuals between both strands: forward writes each slot after backward has read it.
 
 Before, in the merged layer loop (L layers; residuals of each kind are stacked, bf16[L, ...]):
     a   = dynamic-slice(old_stack, L-1-l)          backward of alpha reads layer L-1-l
@@ -11,22 +11,24 @@ After:
     stack   = dynamic-update-slice(stack, r, slot)
 
 Contract
-    Consumes  the loop that strand_duplication made: a state element of the strand loop that enters the merged layer
-              loop, is read there only by slices, and is replaced by a stack that is written slot by slot.
-    Makes     one stack instead of two. `flip` is a new state element of the strand loop that changes with each
-              micro-batch. B(M-1) after the loop reads its slots by the final flip, which is known because M is.
-              In skewed strands (`strand_skew`) the stacks of the first layers live one micro-batch longer. Their two
-              alternating stacks become the halves of one array. `base`, also new state, says which half is in use.
+    Consumes  a strand loop that strand_duplication made. One element of its state is a stack of residuals, the old
+              stack. In the merged layer loop, only slices read the old stack, and forward writes a new stack slot by
+              slot. The new stack then replaces the old stack in the state of the strand loop.
+    Makes     one stack instead of two. `flip` is a new state element of the strand loop; each micro-batch negates it.
+              B(M-1), the backward pass after the loop, reads the slots in the order that the last `flip` gives. This
+              order is known at compile time, because the number M of micro-batches is known.
+              In skewed strands (`strand_skew`), stacks of the first layers live one micro-batch longer, so two stacks
+              alternate. They become the halves of one array. The new state element `base` says which half is in use.
     Leaves    a stack that is used in any other way, with a note that gives the reason.
 
-Why it is legal: the index tables of both accesses follow from the proved loop counters. The read table is a permutation
-of the slots, and the write table is its mirror image. When one strand's indices are mirrored, both tables are equal:
-each slot is read, then written, once per pair of micro-batches. Every read uses the order in which its stack was
-stored.
-Cost: the barrier materializes its operands. If only dots read the elementwise results of residuals, these results are
-guarded, since they are arrays anyhow. Otherwise the slices are guarded, which copies each residual. Without the
-barrier, copy insertion cannot see that a slot is read before it is written, and copies the whole stack in each layer.
-DHelix section 4.3 (arXiv 2411.15871).
+Why it is legal: the proved loop counters say which slot each iteration reads and which slot it writes. Both are
+permutations of the slots, and the write order is the reverse of the read order. `flip` says whether read or write
+indices are mirrored, so both orders become equal: each iteration reads a slot, and then writes the same slot. Every
+read uses the order in which its stack was stored.
+Cost: the barrier makes XLA write its operands to memory. If only dots read the elementwise results of residuals, the
+barrier takes these results, which XLA writes to memory anyway. Otherwise the barrier takes the slices, so each residual
+is copied. Without the barrier, XLA's copy insertion cannot see that a slot is read before it is written. So it would
+copy the whole stack in each layer. Source: DHelix, section 4.3 (arXiv 2411.15871).
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +51,7 @@ from dhelix.passes.hlo.stacks import (
 )
 
 _ELEMENTWISE = ELEMENTWISE | {"and", "not", "or", "reshape"}
-_MOST_MADE = 2  # bytes of guarded values per byte of residuals
+_MOST_MADE = 2  # the most bytes of guarded values per byte of residuals
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ class Stack:
     """One kind of residual in a merged loop.
 
     Attributes:
-      old: element of the merged loop that backward reads.
-      new: element of the merged loop that forward writes.
+      old: state element of the merged loop that backward reads.
+      new: state element of the merged loop that forward writes.
       reads: the slices of `old`.
       write: the update that makes `new`.
       slots: number of slots, one per layer.
-      outer: element of the strand loop that enters as `old`.
-      waiting: in skewed strands, the element of the strand loop that holds `new` for one more micro-batch before it
-        becomes `outer`. None: `new` becomes `outer` at once.
+      outer: state element of the strand loop that enters the merged loop as `old`.
+      waiting: in skewed strands, the state element of the strand loop that holds the new stack for one more
+        micro-batch. After that, the stack moves on to `outer`. None: the new stack becomes `outer` at once.
     """
 
     old: int
@@ -78,12 +80,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class _Guard:
-    """A barrier: its values must be computed before slots of its stacks are written.
+    """A barrier to be built: its guarded values must be computed before slots of its stacks are written.
 
     Attributes:
       stacks: the stacks whose writes wait.
       values: the guarded values.
-      made: residuals and elementwise results of them. These read the values directly, not behind the barrier.
+      made: residuals and their elementwise results. These instructions read guarded values directly, not from the
+        barrier.
     """
 
     stacks: tuple[Stack, ...]
@@ -93,7 +96,7 @@ class _Guard:
 
 @dataclass(frozen=True)
 class ActivationSharing:
-    """No options."""
+    """This pass has no options."""
 
     name = "activation-sharing"
     stage = Stage.LOWERED
@@ -120,7 +123,7 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
     if not stacks:
         return False
     trips = WhileLoop(strands).trip_count
-    assert trips is not None  # strand_duplication proved it
+    assert trips is not None  # strand_duplication proved the trip count
     freed = sum(shapes.byte_size(layers.shape.tuple_shapes[s.new]) for s in stacks)
     flips = {skewed: _add_flip(strands, layers, skewed) for skewed in sorted({s.waiting is not None for s in stacks})}
     for stack in stacks:
@@ -135,11 +138,12 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
 
 
 def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int, int | None]]:
-    """Stacks of one slot per layer that enter the merged loop from the strand loop, and that another one replaces.
+    """Finds stacks with one slot per layer that enter the merged loop and that the strand loop replaces by new stacks.
 
     Returns:
-      Element of the strand loop -> (element of the merged loop that enters, element that replaces it, element of the
-      strand loop that holds the replacement for one more micro-batch; None without skew).
+      A map from the old stack's state element in the strand loop to three state elements: the old stack's element in
+      the merged loop, the new stack's element in the merged loop, and the strand loop's element that holds the new
+      stack for one more micro-batch (None without skew).
     """
     body = WhileLoop(strands).body
     trips = WhileLoop(layers).trip_count
@@ -164,7 +168,7 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
 
 
 def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> Stack:
-    """Proves that the two stacks can be one. Raises PassRefusal with the reason if not."""
+    """Returns stacks `old` and `new` as one, if it can be proved that this is legal. Otherwise raises PassRefusal."""
     _refuse_other_readers(strands, layers, outer, old)
     _refuse_early_readers(strands, layers, new)
     shape = layers.instruction.shape.tuple_shapes[old]
@@ -188,7 +192,7 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
 
 
 def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old: int) -> None:
-    """Raises PassRefusal unless the merged loop alone reads the stack, as one element, in the strand loop."""
+    """Raises PassRefusal unless the merged loop is the old stack's only reader in the strand loop, by one element."""
     start = layers.instruction.operands[0]
     if sum(strands.reads.get(value) == outer for value in start.operands) != 1:
         raise PassRefusal("the stack enters the layer loop twice", layers.instruction)
@@ -225,7 +229,7 @@ def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
 
 
 def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waiting: int) -> None:
-    """Raises PassRefusal unless two alternating stacks can be halves of one array throughout the step."""
+    """Raises PassRefusal unless the two alternating stacks of skewed strands can become halves of one array."""
     table = WhileLoop(layers).index_table(stack.reads[0].operands[1])
     _check_last_use(strands, waiting, table or [])
     for made in (strands.operands[0].operands[k] for k in (stack.outer, waiting)):
@@ -245,10 +249,10 @@ def _refuse_filled(loop: WhileLoop, element: int) -> None:
 
 
 def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instruction:
-    """Adds `flip` to the state of both loops. Returns the instruction that reads it in the merged loop.
+    """Adds `flip` to the state of both loops. Returns the instruction that reads `flip` in the merged loop.
 
-    It is false for the residuals of the first forward pass, F(0). Every micro-batch negates it. If `skewed`, it changes
-    after every second micro-batch instead.
+    `flip` is false for the residuals of the first forward pass, F(0). Every micro-batch negates `flip`. If `skewed`,
+    only every second micro-batch negates it.
     """
     start = Builder(strands.computation).scalar(False, shapes.PRED)
     flips = [add_element(strands, start) for _ in range(1 + skewed)]
@@ -260,7 +264,7 @@ def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instru
 
 
 def _use_one_slot(layers: WhileLoop, stack: Stack, flip: Instruction) -> None:
-    """Makes reads and writes use the same slot, in what are still two stacks."""
+    """Makes the reads of the old stack and the write of the new stack use the same slot. The stacks stay separate."""
     builder = Builder(layers.body)
     index = stack.reads[0].operands[1]
     slot = builder.make("select", index.shape, [flip, mirrored(builder, index, stack.slots), index])
@@ -271,7 +275,7 @@ def _use_one_slot(layers: WhileLoop, stack: Stack, flip: Instruction) -> None:
 
 
 def write_in_place(layers: Instruction, stacks: list[Stack]) -> None:
-    """Writes residuals into the old stacks, behind barriers. Readers of the new stacks read the old ones instead."""
+    """Makes forward write residuals into the old stacks, after barriers. Readers of new stacks then read old stacks."""
     body = layers.called[0]
     for guard in _guards(body, stacks):
         for one in [guard] if _can_stand(guard, body) else map(_behind_reads, guard.stacks):
@@ -286,7 +290,7 @@ def write_in_place(layers: Instruction, stacks: list[Stack]) -> None:
 
 
 def _guards(body: Computation, stacks: list[Stack]) -> list[_Guard]:
-    """One guard per stack. Stacks whose residuals lead to the same guarded value share a guard."""
+    """The guards of all stacks. Stacks share a guard if their residuals lead to the same guarded value."""
     users = body.users()
     found: list[_Guard] = []
     for stack in stacks:
@@ -304,7 +308,7 @@ def _behind_reads(stack: Stack) -> _Guard:
 
 
 def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
-    """A guard behind the elementwise results of residuals; None unless dots alone read these results."""
+    """A guard of the elementwise results of residuals; None unless only dots read these results."""
     made, pending = set(stack.reads), list(stack.reads)
     while pending:
         new = [u for u in users[pending.pop()] if u.opcode in _ELEMENTWISE and u not in made]
@@ -318,9 +322,10 @@ def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) 
 
 
 def _can_stand(guard: _Guard, body: Computation) -> bool:
-    """Whether the guarded values are not much larger than the residuals, and none depends on values behind the barrier.
+    """Whether the barrier of `guard` is cheap and legal.
 
-    Such a dependency exists if a layer is recomputed.
+    The guarded values must not be much larger than the residuals. No guarded value may depend on a result of the
+    barrier. Such a dependency exists if a layer is recomputed.
     """
     read = sum(shapes.byte_size(read.shape) for stack in guard.stacks for read in stack.reads)
     if sum(shapes.byte_size(value.shape) for value in guard.values) > _MOST_MADE * read:
@@ -331,7 +336,7 @@ def _can_stand(guard: _Guard, body: Computation) -> bool:
 
 
 def _put_up(guard: _Guard, layers: WhileLoop) -> None:
-    """Builds the barrier: readers of the guarded values and the writes of the stacks move behind it."""
+    """Builds the barrier. Readers of the guarded values and the writes of the stacks then use the barrier's results."""
     body = layers.body
     readers = [i for i in body.instructions if i not in guard.made]
     builder = Builder(body)
@@ -349,7 +354,10 @@ def _put_up(guard: _Guard, layers: WhileLoop) -> None:
 
 
 def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
-    """Mirrors the last reads of stacks that the strand loop leaves in reverse order. F(0) stores in plain order."""
+    """Mirrors the last backward pass's reads of a stack that the strand loop leaves in reverse order.
+
+    The number of micro-batches, `trips`, decides whether the order is reversed, because F(0) stores in plain order.
+    """
     stored = {stack.outer: trips % 2}
     if stack.waiting is not None:
         stored = {stack.outer: trips // 2 % 2, stack.waiting: (trips + 1) // 2 % 2}
@@ -359,7 +367,7 @@ def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
 
 
 def _take_turns(strands: Instruction, layers: Instruction, stacks: list[Stack], trips: int) -> None:
-    """Puts two alternating stacks into one array, which avoids copies. `base` is the first slot of the one in use."""
+    """Puts two alternating stacks into one array, which avoids copies. `base` is the first slot of the half in use."""
     slots, body = stacks[0].slots, strands.called[0]
     turns = [(stack, (stack.outer, stack.waiting)) for stack in stacks if stack.waiting is not None]
     makers = [[strands.operands[0].operands[k] for k in both] for _, both in turns]

@@ -1,4 +1,4 @@
-"""Rebuilds large constant-filled arrays where they are read, instead of carrying them through loops.
+"""Rebuilds large constant-filled arrays where they are read, so that loops need not carry them.
 
 Before:                                              After:
     fill = broadcast(-1e9)       [1, heads, s, s]
@@ -7,19 +7,20 @@ Before:                                              After:
             while hops (fill, ...):                              while hops (...):
                 select(mask, scores, fill)                           select(mask, scores, broadcast(-1e9))
 
-A scan carries the arrays that its body closes over. JAX closes over such a fill array where it applies a mask. The
-plain step has one fill array alive at a time, because forward and backward layers run one after the other. With two
-strands, the first forward pass and the last backward pass both need one. XLA shares a single array between them, which
-then stays alive for the whole step.
+A scan carries the arrays that its body closes over. If the body applies a mask, one of these arrays is like `fill`.
+The plain step has one fill array alive at a time, because forward and backward layers run one after the other. With two
+strands, the first forward pass and the last backward pass both need a fill array. XLA makes both read a single array,
+which then stays alive for the whole step.
 
 Contract
     Consumes  programs with two strands.
-    Makes     a broadcast inside loop bodies and shard_maps. It replaces an array that enters there, holds one number in
-              all elements, is loop-invariant, and has at least `least` bytes.
-    Leaves    everything else. XLA removes loop state that nothing reads any more.
+    Makes     a broadcast inside loop bodies and shard_maps. The broadcast replaces an array that enters the loop body
+              or shard_map. This array holds one number in all elements, is loop-invariant, and has at least `least`
+              bytes.
+    Leaves    everything else. XLA later removes loop state that nothing reads any more.
 
-Why it is legal: every element of the array equals the constant, whatever its sharding.
-Cost: none; a broadcast of a constant becomes part of the kernel that reads it. No paper.
+Why it is legal: every element of the array equals the constant, however the array is sharded.
+Cost: none; a broadcast of a constant becomes part of the kernel that reads it. This pass is not based on a paper.
 """
 
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ _RENAMES = frozenset("broadcast reshape transpose copy slice".split())
 
 @dataclass(frozen=True)
 class ConstantSinking:
-    """Sinks constant-filled arrays.
+    """Rebuilds constant-filled arrays inside the loop bodies and shard_maps that read them.
 
     Attributes:
-      least: size in bytes of the smallest array to sink. Sizes are those before partitioning, for all devices together;
-        inside a shard_map they are those of one device.
+      least: size in bytes of the smallest array that is rebuilt. Outside of shard_maps, this is the size of the whole
+        array on all devices together. Inside a shard_map, it is the size on one device.
     """
 
     least: int = 1 << 20
@@ -82,7 +83,7 @@ def _loop_of(body: Computation, callers: dict[Computation, list[Instruction]]) -
 
 
 def _number(value: Instruction, callers: dict[Computation, list[Instruction]]) -> Instruction | None:
-    """The scalar constant that fills `value`; None if `value` is not provably filled with one."""
+    """The scalar constant that fills `value`; None if it is not proved that one constant fills `value`."""
     for _ in range(100):  # bounds the walk outward through nested loops and calls
         source, place = value.operands[0] if value.operands else value, value.tuple_index
         if value.opcode == "constant":

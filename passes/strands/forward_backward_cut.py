@@ -1,4 +1,4 @@
-"""Splits the body of a micro-batch loop into a forward and a backward part, and proves that they may run apart.
+"""Splits the body of a micro-batch loop into a forward and a backward part. Proves that they can become two strands.
 
     body(state):                                        forward    reads nothing that backward writes
       x = embed(state.batch[i]) ... layers ... loss     <- forward
@@ -6,16 +6,16 @@
       grads = backward layers(dx, residuals)            <- backward: everything that depends on the first backward layer
       state.acc + grads                                 <- backward
 
-Consumes a `while` whose calls are inlined. The names that JAX gives to transposed operations propose where to cut.
-Legality follows from data flow alone:
+The input is a `while` loop whose calls are inlined. JAX gives special names to transposed (backward) operations. These
+names propose where to cut, but legality follows from data flow alone:
 
 1. Backward is closed: everything that depends on it belongs to it, in this iteration or, through the loop state, in the
    next.
 2. Forward and the loop condition do not depend on backward. So forward(i+1) may run before backward(i).
 3. The trip count is proved and at least two. Side effects keep their order (unordered callbacks have none).
 
-Raises PassRefusal with the instruction if one of these does not hold. Returns None for a loop without a backward part.
-DHelix section 3.1 (strands; arXiv 2411.15871), docs/design/strands.md.
+If a rule does not hold, `partition` raises PassRefusal with the instruction that breaks the rule. It returns None for a
+loop without a backward part. Sources: DHelix, section 3.1 (strands; arXiv 2411.15871), and docs/design/strands.md.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _CHEAP = frozenset(
     "multiply negate not opt-barrier or pad reshape select shift-left shift-right-logical slice subtract transpose "
     "tuple xor".split()
 )
-_CALLBACK = "callback"  # every backend has it in the custom-call targets of JAX's host callbacks
+_CALLBACK = "callback"  # on every backend, the custom-call targets of JAX's host callbacks contain this word
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
 
@@ -43,17 +43,17 @@ INSIDE = "the layer loops are inside a shard_map that the loop over micro-batche
 
 
 class LayersInside(PassRefusal):
-    """The loop calls a shard_map that holds the layers (`manual_loop` may move the loop into it)."""
+    """The loop calls a shard_map that holds the layers. `manual_loop` can perhaps move the loop into the shard_map."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The parts of one loop body, each in instruction order."""
+    """The parts of one loop body. Each part lists its instructions in the order of the body."""
 
     loop: WhileLoop
     trip_count: int
     shared: tuple[Instruction, ...]
-    """Depends on loop invariants only; computed once for both parts of an iteration."""
+    """Instructions that depend on loop invariants only. They are computed once for both parts of an iteration."""
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
     recomputed: tuple[Instruction, ...]
@@ -67,7 +67,8 @@ class Partition:
 def partition(loop: WhileLoop) -> Partition | None:
     """The legal partition of `loop`'s body; None if the body holds no backward pass.
 
-    Raises PassRefusal if the body holds one but no legal partition; LayersInside if a shard_map holds both passes.
+    Raises PassRefusal if the body holds a backward pass but cannot be partitioned legally. Raises LayersInside if a
+    shard_map holds both the forward and the backward pass.
     """
     seeds = _first_backward(loop)
     if not seeds:
@@ -119,7 +120,8 @@ def partition(loop: WhileLoop) -> Partition | None:
 def _first_backward(loop: WhileLoop) -> list[Instruction]:
     """The instructions where the cut is proposed: the first backward layer loop, or the first unrolled backward layer.
 
-    Several if a step trains several models, such as actor and critic, whose backward loops do not depend on each other.
+    There are several if a step trains several models, such as actor and critic, and their backward loops do not depend
+    on each other.
     """
     if BACKWARD_NAME in loop.instruction.op_name:
         return []  # the loop is itself part of a backward pass
@@ -135,13 +137,13 @@ def _first_backward(loop: WhileLoop) -> list[Instruction]:
     calls = [(i, computation_work(i.called[0])) for i in marked if is_manual(i)]
     largest, most = max(calls, key=lambda call: call[1], default=(None, 0))
     if largest is not None and most * 2 > sum(work for _, work in calls):
-        return [largest]  # it holds all layers, not a single one
+        return [largest]  # this call holds all layers, not a single layer
     narrowest = _narrowest_cotangent(loop, marked)
     return [] if narrowest is None else [narrowest]
 
 
 def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
-    """The first of the three instructions of the shard_map that holds `seed`; `seed` itself outside of shard_maps."""
+    """The first of the three instructions that form the shard_map of `seed`; `seed` itself if it is in no shard_map."""
     at = seed.operands[0] if seed.opcode == "get-tuple-element" else seed
     return next((one.instructions[0] for one in manual_computations(loop.body) if at in one.instructions), seed)
 
@@ -155,10 +157,11 @@ def holds_backward(loop: WhileLoop) -> bool:
 
 
 def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruction | None:
-    """In unrolled code: the reader of the first among the smallest cotangents that are alive alone.
+    """The instruction where unrolled code is cut: it reads the smallest cotangent that is alive alone.
 
-    Between two layers only one cotangent, dx, is alive. After the loss and inside a layer, several or larger ones are.
-    Values that lead only to results of the iteration (weight gradients) are not on the path and do not count.
+    Between two layers only one cotangent, dx, is alive. After the loss and inside a layer, several cotangents are
+    alive, or a larger one is. Of several smallest cotangents, the first one counts. Values that lead only to results of
+    the iteration (weight gradients) do not count.
     """
     if not marked:
         return None
@@ -190,7 +193,7 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
 
 
 def _close(loop: WhileLoop, seeds: list[Instruction]) -> tuple[set[Instruction], frozenset[int]]:
-    """Everything that depends on `seeds`, also through the loop state, and the state elements that it writes."""
+    """The instructions that depend on `seeds`, also through the loop state, and the state elements that they write."""
     root = loop.body.root
     backward = set(seeds)
     written: frozenset[int] = frozenset()
@@ -206,7 +209,7 @@ def _close(loop: WhileLoop, seeds: list[Instruction]) -> tuple[set[Instruction],
 
 
 def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int]) -> frozenset[int]:
-    """State elements that get a value of `backward`, or the previous value of another such element."""
+    """State elements whose new value is made by `backward`, or is the old value of an element that backward writes."""
     values = list(enumerate(loop.body.root.operands))
     found = known | {k for k, value in values if value in backward}
     while handed_on := {k for k, value in values if loop.reads.get(value) in found} - found:
@@ -215,10 +218,10 @@ def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int])
 
 
 def _made_for(loop: WhileLoop, backward: set[Instruction], seeds: list[Instruction]) -> set[Instruction]:
-    """Instructions that only backward reads: tuples, and those with a backward name, unless they lead to the cut.
+    """Instructions that only backward reads: tuples, and instructions with a backward name that do not lead to the cut.
 
-    In unrolled code, the recomputation of `jax.checkpoint` depends on residuals alone. Data flow would put it into
-    forward, and its results would be alive from there on.
+    In unrolled code, the recomputation of `jax.checkpoint` depends on residuals alone. By data flow alone, it would
+    belong to forward, and its results would stay alive until backward reads them.
     """
     needed = graph.ancestors(loop.body, seeds) | loop.reads.keys()
     users = loop.body.users()
@@ -240,7 +243,7 @@ def _refuse_forward_reads(loop: WhileLoop, seeds: list[Instruction], written: fr
             reached = graph.descendants(loop.body, [source]) & needed
             readers = {i for i in reached if i.opcode != "tuple"} - {source, *seeds}
             if not readers:
-                continue  # only the seeds read it: they add to an accumulator
+                continue  # only the seeds read this element: they add to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
             raise PassRefusal(
                 f"the forward pass reads {shapes.text(source.shape)}, which the previous micro-batch's backward pass "
@@ -301,7 +304,7 @@ def _depends_on_invariants_only(loop: WhileLoop) -> set[Instruction]:
 def _crossing(
     loop: WhileLoop, backward: set[Instruction], written: frozenset[int], invariant: set[Instruction]
 ) -> tuple[set[Instruction], list[Instruction]]:
-    """The forward instructions that backward recomputes, and the values that forward must hand to it."""
+    """The forward instructions that backward recomputes, and the values that forward must hand to backward."""
     recomputed: set[Instruction] = set()
     crossing: dict[Instruction, None] = {}
 
@@ -325,7 +328,10 @@ def _crossing(
 
 
 def _is_cheap(value: Instruction) -> bool:
-    """Whether `value` is cheap to recompute. Elements of barriers are; `jax.checkpoint` puts its inputs behind one."""
+    """Whether `value` is cheap to recompute.
+
+    Elements of barriers are cheap, too: `jax.checkpoint` passes its inputs through a barrier.
+    """
     behind_barrier = value.opcode == "get-tuple-element" and value.operands[0].opcode == "opt-barrier"
     return value.opcode in _CHEAP or behind_barrier
 
@@ -333,7 +339,7 @@ def _is_cheap(value: Instruction) -> bool:
 def _recipe(
     value: Instruction, loop: WhileLoop, available: Callable[[Instruction], bool]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """The cheap instructions that compute `value`, and their inputs that are not available."""
+    """The cheap instructions that compute `value`, and those of their inputs that are not available in backward."""
     again: dict[Instruction, None] = {}
     leaves: dict[Instruction, None] = {}
     stack = [value]

@@ -1,4 +1,4 @@
-"""Merges independent loops of the two strands that have equal trip counts into loops that run both.
+"""Merges independent loops of the two strands. Loops with equal trip counts become one loop that runs all their bodies.
 
 Before, in one iteration of the strand loop:       After:
     for l < L: policy, forward        beta             for l < L: policy, forward       beta
@@ -16,11 +16,12 @@ Before, in one iteration of the strand loop:       After:
 4. Merge the loops inside merged loops in the same way.
 
 Every large layer loop that does not overlap with the other strand gets a note with the reason. Loops that only draw
-random numbers merge like others, but they are no layer loops: no note and no headline speaks of them.
+random numbers merge like other loops. But they are not layer loops, so notes and headlines do not mention them.
 
-Why it is legal: merged loops do not depend on each other, by the data flow and control dependencies that earlier merges
-leave, and their trip counts are proved equal. Cost: the live values of one iteration of each loop are alive at once.
-DHelix section 4.1 (arXiv 2411.15871).
+Why it is legal: merged loops have trip counts that are proved equal, and do not depend on each other by data flow or
+control dependencies. Each merge checks this again, because earlier merges add dependencies.
+Cost: the live values of one iteration of each loop are alive at once.
+Source: DHelix, section 4.1 (arXiv 2411.15871).
 """
 
 import itertools
@@ -44,11 +45,11 @@ def merge_loops(
     """Merges loops of `computation` as the module docstring describes.
 
     Args:
-      forward, backward: loops of each strand, in instruction order. If one is empty, independent loops of the other
-        strand merge with each other, and unmerged loops get no notes.
+      forward, backward: loops of each strand, in instruction order. If one of the lists is empty, independent loops of
+        the other strand merge with each other, and unmerged loops get no notes.
 
     Returns:
-      A text per merged layer loop that names its parts and trip count, in execution order.
+      One text for each merged layer loop, in execution order. The text names the loop's parts and its trip count.
     """
     computation.sort()
     merging = _Merging(computation, forward, backward, context)
@@ -77,10 +78,10 @@ class _Group:
 
     Attributes:
       loop: the loop.
-      trips: its trip count; None if that is not proved.
-      names: each strand's original loops in it.
-      work: each strand's work in it (`loop_work`).
-      inner: each strand's loops inside it.
+      trips: the loop's trip count; None if the trip count is not proved.
+      names: for each strand, the names of the original loops that are now part of `loop`.
+      work: for each strand, the work in `loop` (`loop_work`).
+      inner: for each strand, the loops in the body of `loop`.
       is_large: whether an original loop has a quarter or more of the work of its strand's largest loop.
     """
 
@@ -103,7 +104,7 @@ class _Group:
         return all(self.names)
 
 
-_Pairs = tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]]  # ((overlapped, larger work), pairs)
+_Pairs = tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]]  # ((overlapped work, larger work), pairs)
 
 
 class _Merging:
@@ -136,14 +137,18 @@ class _Merging:
                 self._merge(f, b)
 
     def join(self) -> None:
-        """Merges pairs of groups until none may merge. The pair with most gain comes first, then the largest one."""
+        """Merges pairs of groups until no pair may merge.
+
+        The pair with the most gain comes first. Among pairs of equal gain, the pair whose smaller group has the most
+        work comes first.
+        """
         while fitting := [pair for pair in itertools.combinations(self.groups, 2) if self._may_merge(*pair)]:
             self._merge(*max(fitting, key=lambda pair: (_gain(*pair), min(sum(g.work) for g in pair))))
 
     def split_longer(self) -> None:
         """Splits large forward loops that have more iterations than the backward loops that they could merge with."""
         waiting = [g for g in self._of(_FORWARD) if g.is_large and not g.has_both and not _stacks(g.loop)]
-        for longer in waiting:  # the loop appends to `waiting`
+        for longer in waiting:  # this `for` loop appends to `waiting`
             others = [g for g in self._of(_BACKWARD) if _is_shorter(g, longer) and self._independent(g, longer)]
             if not others:
                 continue
@@ -171,7 +176,10 @@ class _Merging:
         return [group for group in self.groups if group.names[strand]]
 
     def _may_merge(self, a: _Group, b: _Group) -> bool:
-        """Whether the groups can merge and it is useful: together they hold both strands, or both are large."""
+        """Whether the groups can merge and the merge is useful.
+
+        A merge is useful if the groups together hold both strands, or if both groups are large.
+        """
         of_use = (a.is_large and b.is_large) or all(one or other for one, other in zip(a.names, b.names, strict=True))
         return of_use and a.trips is not None and a.trips == b.trips and self._independent(a, b)
 
@@ -225,7 +233,7 @@ class _Merging:
         return "; ".join(self._why_not_with(group, other, strand) for other in alike)
 
     def _why_not_with(self, group: _Group, other: _Group, strand: int) -> str:
-        """Why `group` cannot merge with `other`, which has an equal trip count: one of them depends on the other."""
+        """Why `group` cannot merge with `other`, which has an equal trip count: one group depends on the other."""
         earlier, later = (group, other) if self._waits_for(other, group) else (other, group)
         name = " + ".join(other.names[strand])
         when = "after" if later is other else "before"
@@ -243,10 +251,11 @@ def _group(loop: Instruction, strand: int, work: int, is_large: bool) -> _Group:
 
 
 def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tuple[_Group, _Group], ...]:
-    """Pairs of groups with equal trip counts, in the order of both lists, that overlap most work.
+    """The pairs of groups that together overlap the most work.
 
-    Ties go to the pairs with the larger work, so the loop that computes gradients wins over one that recomputes
-    residuals.
+    The groups of a pair have equal trip counts, and the pairs keep the order of both lists. Of several choices that
+    overlap equal work, the choice with the larger loops wins. So a loop that computes gradients wins over a loop that
+    recomputes residuals.
     """
     row: list[_Pairs] = [
         ((0, 0), ()) for _ in range(len(backward) + 1)
@@ -264,7 +273,7 @@ def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tup
 
 
 def _gain(a: _Group, b: _Group) -> int:
-    """How much more work overlaps with the other strand in one merged loop than in two loops."""
+    """How much more work overlaps with the other strand if the two loops become one loop."""
     both = [one + other for one, other in zip(a.work, b.work, strict=True)]
     return min(both) - min(a.work) - min(b.work)
 

@@ -1,4 +1,4 @@
-"""Merges pairs of shard_maps, one of each strand, into one shard_map, so that the loops inside merge.
+"""Merges pairs of shard_maps, one of each strand, into one shard_map, so that the loops inside can merge.
 
 Before, in the merged layer loop:                      After:
     y  = shard_map(forward ring)(q, k, v)     beta         y, dx = shard_map(q, k, v, r, dy)
@@ -8,14 +8,16 @@ A shard_map is a call until XLA has partitioned the program. So loops of two sha
 one after the other. A ring attention loop could then hide its communication only behind its own products.
 
 Contract
-    Consumes  pairs of shard_maps, one of each strand, over the same axes of one mesh. Neither depends on the other, and
-              both hold loops of equal trip counts.
-    Makes     one shard_map with the operands, the instructions and the results of both. Its loops merge like others
-              (`loop_merging`). The same happens inside loops that are merged already, or that this pass merges.
-    Leaves    all other shard_maps. Those without loops to merge overlap anyhow, once XLA has partitioned the program.
+    Consumes  pairs of shard_maps, one of each strand, over the same axes of one mesh. The two do not depend on each
+              other, and both hold loops of equal trip counts.
+    Makes     one shard_map with the operands, the instructions and the results of both. Its loops merge like other
+              loops (`loop_merging`). Shard_maps inside merged loops are merged in the same way.
+    Leaves    all other shard_maps. If a shard_map has no loop to merge, it can overlap with the other strand anyway,
+              once XLA has partitioned the program.
 
 Why it is legal: each device computes the same values from the same parts, and neither shard_map depends on the other.
-Cost: whatever depends on one of them waits for both. DHelix section 3 (arXiv 2411.15871).
+Cost: an operation that depends on one of the two shard_maps waits for both.
+Source: DHelix, section 3 (arXiv 2411.15871).
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,20 +43,22 @@ _Copies = dict[Instruction, Instruction]
 def merge_manual_computations(
     computation: Computation, forward: Iterable[Instruction], backward: Iterable[Instruction], context: PassContext
 ) -> list[str]:
-    """Merges shard_maps of the two strands in `computation`, most work first, and those in its merged loops.
+    """Merges shard_maps of the two strands in `computation` and in its merged loops.
+
+    The pair whose smaller shard_map has the most work comes first.
 
     Args:
       forward, backward: the instructions of each strand.
 
     Returns:
-      The loops inside them that merged, as `merge_loops` does.
+      One text for each loop that was merged inside a shard_map, as from `merge_loops`.
     """
     merged: list[str] = []
     ours, theirs = set(forward), set(backward)
     held = manual_computations(computation)
     pairs = [(f, b) for f in held if f.call in ours for b in held if b.call in theirs and _alike(f, b)]
     work = {one.call: computation_work(one.body) for pair in pairs for one in pair}
-    pairs.sort(key=lambda pair: sorted(-work[one.call] for one in pair)[::-1])  # stable: then in program order
+    pairs.sort(key=lambda pair: sorted(-work[one.call] for one in pair)[::-1])  # ties stay in program order
     used: set[Instruction] = set()
     for f, b in pairs:
         if used.isdisjoint((f.call, b.call)) and _independent(computation, f, b):
@@ -66,7 +70,7 @@ def merge_manual_computations(
 
 
 def _in_each_strand(computation: Computation, context: PassContext) -> list[str]:
-    """The same for a computation whose instructions have the names of their strands."""
+    """Calls `merge_manual_computations` for a computation in which each name begins with the name of a strand."""
     of = {
         strand: [i for i in computation.instructions if i.op_name.startswith(f"{strand}/")] for strand in (BETA, ALPHA)
     }
@@ -74,7 +78,7 @@ def _in_each_strand(computation: Computation, context: PassContext) -> list[str]
 
 
 def _alike(a: ManualComputation, b: ManualComputation) -> bool:
-    """Whether both are over the same axes of one mesh and hold loops of an equal trip count."""
+    """Whether two different shard_maps are over the same axes of one mesh, and hold loops of an equal trip count."""
     meshes = {split.mesh for one in (a, b) for _, split in (*one.operands, *one.results)}
     if a.call is b.call or a.axes != b.axes or len(meshes) != 1:
         return False
@@ -107,7 +111,7 @@ def _merge(computation: Computation, f: ManualComputation, b: ManualComputation,
         (_shape(one.to_global, k), split) for one in (f, b) if one.to_global for k, (_, split) in enumerate(one.results)
     ]
     both, results = make_manual(computation, f, [*f.operands, *b.operands], body.computation, whole)
-    both.call.proto.metadata.op_name = STRANDS  # the instructions inside have the names of their own strands
+    both.call.proto.metadata.op_name = STRANDS  # each instruction inside has the name of its own strand
     _replace(computation, (f, b), results, users)
     body.computation.sort()
     ours, theirs = ([made[loop] for loop in loops_of(one.body)] for one, made in zip((f, b), copies, strict=True))
@@ -136,7 +140,7 @@ def _replace(
     results: Sequence[Instruction],
     users: dict[Instruction, list[Instruction]],
 ) -> None:
-    """Removes the `old` shard_maps. Their readers read `results`, which holds the results of each in turn."""
+    """Removes the shard_maps `old`. Their readers read `results`, which holds the results of all `old`, in order."""
     stands_for: _Copies = {}
     first = 0
     for one in old:

@@ -28,9 +28,9 @@ from dhelix.passes.strands.microbatches.written_out.remainder import with_remain
 
 
 def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
-    """Yields the partitions of the outermost loops over micro-batches that can be partitioned, one at a time.
+    """Yields a partition for each outermost loop over micro-batches that can be partitioned.
 
-    Calls in these loops are inlined.
+    Inlines the calls in these loops.
 
     Args:
       refusals: receives the reasons why other loops cannot be partitioned.
@@ -49,9 +49,12 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
 def _partitions(
     computation: Computation, loop: Instruction, refusals: list[PassRefusal]
 ) -> Iterator[tuple[Computation, Partition]]:
-    """Yields the partition of `loop`, or else of the loops inside it (steps 3 to 5)."""
+    """Yields the partition of `loop`. If there is none, yields the partitions of the loops inside `loop`.
+
+    These are steps 3 to 5 of the module's docstring.
+    """
     if loop not in computation.instructions:
-        return  # its function is called twice, and the first call was handled already
+        return  # the function that holds `loop` is called twice, and the first call was handled already
     parts, why = None, None
     try:
         inline_all(WhileLoop(loop).body)  # Step 3
@@ -84,9 +87,9 @@ def _partitions(
 
 
 def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction | None:
-    """Rolls the unrolled micro-batches of `computation` into a loop and returns it; None if there are none.
+    """Rolls unrolled micro-batches of `computation` into a loop and returns the loop; None if nothing was rolled.
 
-    If there are some but they cannot be rolled, appends the reason to `refusals`.
+    If there are unrolled micro-batches that cannot be rolled, appends the reason to `refusals`.
     """
     joined = with_remainder(computation, stays_a_call, refusals)
     if joined is not None:
@@ -94,7 +97,7 @@ def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction 
         return roll(replace(joined, computation=computation))
     if sum(map(takes_gradients, computation.instructions)) < 2:
         return None
-    # Calls of one function may use different results of it, and gradients may be summed in callees.
+    # Two calls of one function may use different results, and callees may sum gradients.
     inline_calls(computation, keep=lambda call: stays_a_call(call) or _holds_micro_batches(call))
     drop_dead(computation)
     loop = None
@@ -107,13 +110,16 @@ def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction 
 
 
 def _holds_micro_batches(call: Instruction) -> bool:
-    """Whether the callee holds a forward loop with a backward pass inside: a loop over micro-batches."""
+    """Whether the callee holds a loop over micro-batches: a loop that is not backward, with a backward pass inside."""
     loops = (i for i in graph.walk(call.called[0]) if i.opcode == "while" and not is_backward(i))
     return any(map(is_backward, (inner for loop in loops for inner in graph.walk(loop.called[0]))))
 
 
 def _flattened(loop: Instruction) -> Instruction | None:
-    """A loop with one micro-batch per iteration, made from a `loop` that holds several equal ones; None otherwise."""
+    """Turns `loop`, with several equal micro-batches per iteration, into a loop with one micro-batch per iteration.
+
+    Returns the new loop. Returns None if an iteration of `loop` does not hold several equal micro-batches.
+    """
     try:
         parts = None if is_backward(loop) else equal_parts(loop.called[0])
     except PassRefusal:
@@ -122,7 +128,10 @@ def _flattened(loop: Instruction) -> Instruction | None:
 
 
 def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | None:
-    """The refusal to report when a loop cannot move into the shard_maps that it calls; None if that costs nothing."""
+    """The refusal to report when a loop cannot move into the shard_maps that it calls.
+
+    None if nothing is lost when the loop stays outside.
+    """
     if parts is None:
         return PassRefusal(f"{INSIDE}, and that loop cannot move into it: {why.reason}", why.instruction)
     calls = [i for i in parts.backward if is_manual(i)]
@@ -136,7 +145,10 @@ def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | N
 
 
 def _outermost_loops(computation: Computation) -> list[tuple[Computation, Instruction]]:
-    """Outermost loops of `computation` and of its callees, once per call. A shard_map's body is a callee, too."""
+    """The outermost loops of `computation` and of its callees, with the computation that holds each loop.
+
+    Loops of a callee are listed once per call. The body of a shard_map is a callee, too.
+    """
     found: list[tuple[Computation, Instruction]] = []
     for instruction in computation.instructions:
         if instruction.opcode == "while":

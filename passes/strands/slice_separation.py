@@ -1,25 +1,26 @@
-"""Makes each strand slice shared arrays itself, so that XLA copies a layer's weights while compute runs.
+"""Makes each strand slice shared arrays separately, so that XLA copies a layer's weights while compute runs.
 
 Before, in the merged layer loop:               After:
     a = dynamic-slice(w, l)      of beta            a  = dynamic-slice(w, l)
     b = dynamic-slice(w, L-1-l)  of alpha           w' = opt-barrier(w)
                                                     b  = dynamic-slice(w', L-1-l)
 
-A slice whose start the host can compute becomes an asynchronous copy on its own stream, as in the plain step. XLA fuses
-two slices of one array into one kernel, which runs on the compute stream before the products that wait for it. If both
-strands run in the same direction, any kernel shared by both, such as one for the angles of rotary embeddings, would
-make one strand wait for the other.
+If the host can compute where a slice starts, XLA makes the slice an asynchronous copy on its own stream. The plain step
+has such copies. But XLA fuses two slices of one array into one kernel on the compute stream, and products wait for this
+kernel. If both strands run in the same direction, other kernels can be common to both strands, too. An example is the
+kernel that computes the angles of rotary embeddings. A common kernel would make one strand wait for the other.
 
 Contract
-    Consumes  the layer loop of both strands that strand-duplication merged.
+    Consumes  a layer loop that strand-duplication merged from loops of both strands.
     Makes     for each loop-invariant array that both strands slice, a barrier before strand alpha's slices. If both
-              strands run in the same direction, the barrier is before all of alpha's reads. An array that enters the
-              loop twice counts as one, because XLA makes it one.
-    Leaves    everything else. Residuals are sliced where the micro-batch says, which the host cannot compute in
-              advance.
+              strands run in the same direction, the barrier is before all of alpha's reads. If an array enters the loop
+              as two state elements, they count as one array, because XLA merges the two elements.
+    Leaves    everything else. For example, it leaves slices of residuals. Their start index depends on the micro-batch,
+              so the host cannot compute this index in advance.
 
-Why it is legal: a barrier returns its operand. It copies nothing, since the loop does not change the array.
-Cost: copies and products share the memory bandwidth. Separation still pays (docs/research_log.md).
+Why it is legal: a barrier returns its operand. The barrier copies nothing, since the loop does not change the array.
+Cost: copies and products share the memory bandwidth. The step is still faster with separate slices
+(docs/research_log.md).
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes
 
 @dataclass(frozen=True)
 class SliceSeparation:
-    """No options."""
+    """This pass has no options."""
 
     name = "slice-separation"
     stage = Stage.LOWERED
@@ -48,7 +49,7 @@ class SliceSeparation:
 
 
 def _separate(loop: WhileLoop) -> int:
-    """Separates the reads in `loop`. Returns the number of arrays that both strands read."""
+    """Separates the two strands' reads of common arrays in `loop`. Returns the number of these arrays."""
     users = loop.body.users()
     count = 0
     arrays: dict[Instruction | int, list[Instruction]] = {}
@@ -71,5 +72,5 @@ def _separate(loop: WhileLoop) -> int:
 
 
 def _same_way(users: list[Instruction]) -> bool:
-    """Whether all users are forward, or all are backward."""
+    """Whether all users belong to forward passes, or all users belong to backward passes."""
     return len({BACKWARD_NAME in user.op_name for user in users}) < 2

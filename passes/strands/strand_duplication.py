@@ -1,4 +1,4 @@
-"""Makes two micro-batch strands of one program: the backward pass of one overlaps with the forward pass of the next.
+"""Makes two strands of a loop over micro-batches: a backward pass overlaps with the next micro-batch's forward pass.
 
 Before:                                    After:
     while i < M:                               F(0)
@@ -9,31 +9,34 @@ Before:                                    After:
                                                B(M-1)
 
 Contract
-    Consumes  a `while` over micro-batches that `forward_backward_cut` partitions legally, anywhere in the module.
-              `microbatch_loops` finds it, or rolls unrolled micro-batches into one, and inlines calls. How the program
-              made the loop does not matter (scan, fori_loop, microbatching).
+    Consumes  a `while` over micro-batches, anywhere in the module, that `forward_backward_cut` can partition.
+              `microbatch_loops` finds the loop and inlines its calls. If micro-batches are unrolled, it first rolls
+              them into a loop. The program may have made the loop in any way (scan, fori_loop, microbatching).
     Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Independent layer
-              loops of proved equal trip counts merge (`loop_merging`), also nested ones and those inside shard_maps
-              (`manual_merging`). Other loops (frozen layers) stay apart and only share an iteration. Independent loops
-              of F(0), such as policy and reference, merge with each other; so do those of B(M-1).
+              loops merge if their trip counts are proved equal (`loop_merging`). This includes nested loops and loops
+              inside shard_maps (`manual_merging`). Other loops, such as loops over frozen layers, stay apart but run in
+              the same iteration. Independent loops of F(0), such as the loops of a policy and a reference model, merge
+              with each other. So do independent loops of B(M-1).
     Keeps     every value that the loop computes. Losses and gradients are equal to the last bit: additions are not
               reordered, and F(i) and B(i) run once per micro-batch.
-    Leaves    everything else; raises PassRefusal with the reason and the instruction.
+    Leaves    everything else. If no loop can become two strands, the pass raises PassRefusal with the reason and the
+              instruction.
 
-Other pairings are baselines. They run two micro-batches in the same direction: an iteration is F(i), F(i+1), B(i),
-B(i+1), and
-    "forward-forward"       merges the layer loops of F(i) and F(i+1),
-    "backward-backward"     merges those of B(i) and B(i+1),
-    "same-direction"        merges both.
+Other values of `pairing` are baselines for comparison. With these values, two micro-batches run in the same direction:
+an iteration runs F(i), F(i+1), B(i) and B(i+1).
+    "forward-forward"       merges the layer loops of F(i) and F(i+1).
+    "backward-backward"     merges the layer loops of B(i) and B(i+1).
+    "same-direction"        merges both of these pairs.
 Strand alpha is the earlier micro-batch. If M is odd, the first micro-batch runs alone. The residuals of both
-micro-batches are alive.
+micro-batches are alive at the same time.
 
 Why it is legal: neither B(i-1) nor F(i) reads what the other writes (`forward_backward_cut`, rules 1-3). For the same
 reason F(i+1) may run before B(i).
-Cost: code for one more forward and one more backward pass; memory for the crossing values of two micro-batches, which
-`activation_sharing` saves again.
+Cost: code for one more forward and one more backward pass, and memory for the crossing values of two micro-batches.
+`activation_sharing` then saves the additional memory for residuals.
 Names: the name stack gets the prefix `strand_alpha/` (backward) or `strand_beta/` (forward), so profiles show the
-strands. F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1 (arXiv 2411.15871), docs/design/strands.md.
+strands. F(0) and B(M-1) belong to strand alpha.
+Sources: DHelix, sections 3.1 and 4.1 (arXiv 2411.15871), and docs/design/strands.md.
 """
 
 from collections.abc import Collection
@@ -58,11 +61,11 @@ Copies = dict[Instruction, Instruction]
 
 @dataclass(frozen=True)
 class StrandDuplication:
-    """Duplicates strands.
+    """Turns loops over micro-batches into two strands.
 
     Attributes:
       merge_layers: whether layer loops merge. If not, one iteration still holds both strands.
-      pairing: which passes run together, one of PAIRINGS.
+      pairing: which passes of two micro-batches run together, one of PAIRINGS.
     """
 
     merge_layers: bool = True
@@ -76,7 +79,7 @@ class StrandDuplication:
             raise DhelixError(f"pairing={self.pairing!r} is unknown; take one of {', '.join(PAIRINGS)}")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Returns True: at least one micro-batch loop became two strands. Raises PassRefusal if none could."""
+        """Returns True, as at least one micro-batch loop became two strands. Raises PassRefusal if no loop could."""
         if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
             raise PassRefusal("the program already has two strands; give the step before it was interleaved")
         refusals: list[PassRefusal] = []
@@ -123,7 +126,10 @@ class StrandDuplication:
 
 
 def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
-    """The new loop body of forward(i) and backward(i-1), with the maps from old instructions to the copies in each."""
+    """Makes the new loop body, which runs forward(i) and backward(i-1).
+
+    Returns the body, and the maps from old instructions to their copies: first for forward, then for backward.
+    """
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
     old = loop.instruction.shape.tuple_shapes
@@ -143,7 +149,7 @@ def _results(parts: Partition, forward: Copies, backward: Copies) -> list[Instru
 
 
 def emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copies:
-    """Emits reads of the old state from the tuple `state`, and the shared instructions. Returns the copies."""
+    """Emits the shared instructions, and reads of the old state's elements from `state`. Returns all copies."""
     copies = {read: builder.element(state, k) for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
     return copies
@@ -157,7 +163,7 @@ def _emit_forward(builder: Builder, parts: Partition, common: Copies, strand: st
 
 
 def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: Instruction) -> Copies:
-    """Emits the backward part. It reads crossing values from the elements of `state` behind the old state."""
+    """Emits the backward part. The crossing values that it reads are the last elements of `state`."""
     first = parts.loop.size
     copies = dict(common)
     for n, value in enumerate(parts.crossing):
@@ -194,7 +200,7 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
 
 
 def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
-    """The loop's condition for the longer state `start`."""
+    """A copy of the loop's condition that takes the longer state `start`."""
     builder = Builder(loop.body.module.new_computation("strands_condition"))
     copies = {loop.condition.parameters[0]: builder.parameter(0, start.shape)}
     copy_instructions(builder, loop.condition.instructions, copies)
@@ -211,7 +217,11 @@ def hand_over(computation: Computation, old: Instruction, result: Instruction) -
 
 
 def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[tuple[Copies, Copies]]]:
-    """A loop body of two micro-batches, and for each pass to merge its copies in the second and in the first one."""
+    """Makes a loop body that runs two micro-batches in the same direction.
+
+    Returns the body, and a pair of maps for each pass (forward or backward) whose loops are to be merged. The maps lead
+    from the pass's old instructions to their copies, first in the second micro-batch, then in the first one.
+    """
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
     parameter = builder.parameter(0, loop.instruction.shape)
@@ -226,7 +236,7 @@ def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[
 
 
 def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], strand: str) -> Copies:
-    """Emits one iteration of the old loop that starts from the elements `state`. Returns the copies."""
+    """Emits one iteration of the old loop, which starts from the state elements `state`. Returns the copies."""
     copies = {read: state[k] for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
     own = (*parts.forward, *parts.backward)
@@ -236,9 +246,9 @@ def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], s
 
 
 def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
-    """Replaces the old loop by one over pairs of micro-batches, with the first micro-batch before it if M is odd.
+    """Replaces the old loop by a loop over pairs of micro-batches. If M is odd, the first micro-batch runs before it.
 
-    Returns the copies of that micro-batch, if any.
+    Returns the copies of the first micro-batch in a list. If M is even, the list is empty.
     """
     loop = parts.loop
     old, start = loop.instruction, loop.instruction.operands[0]
@@ -258,7 +268,7 @@ def _among(copies: Copies) -> list[Instruction]:
 
 
 def _has_layer_loop(part: Collection[Instruction]) -> bool:
-    """Whether a loop over layers is among the instructions or in a computation that they call."""
+    """Whether the instructions of `part`, or the computations that they call, hold a loop over layers."""
     inside = chain.from_iterable(graph.walk(called) for i in part for called in i.called)
     return any(i.opcode == "while" and is_layer_loop(i) for i in chain(part, inside))
 

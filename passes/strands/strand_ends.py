@@ -1,4 +1,4 @@
-"""Runs skewed strands together at both ends of the step, too, where no other strand runs in the opposite direction.
+"""Merges layer loops of skewed strands before and after the strand loop, so that two micro-batches overlap there, too.
 
 Before (`strand_skew`, `strand_duplication`):      After:
     F1(0)                                              F1(0)
@@ -11,16 +11,17 @@ Before (`strand_skew`, `strand_duplication`):      After:
     B1(M-1)                                            B2(M-1)           its last L - 2k layers; B1(M-1)
 
 Contract
-    Consumes  the eight layer loops that the two passes leave around the strand loop, known by their names.
-    Makes     the three merged loops. In the loop that runs both directions, pairs of residual stacks share one buffer
-              (as `activation_sharing` does in the strand loop).
-    Leaves    loops apart that depend on each other, with a note.
+    Consumes  the eight layer loops that `strand_skew` and `strand_duplication` leave before and after the strand loop.
+              The pass recognizes these loops by their names.
+    Makes     three merged loops. In B2(M-2) + F2(M-1), the two strands run in opposite directions. There, pairs of
+              residual stacks share one buffer, as `activation_sharing` does in the strand loop.
+    Leaves    loops that depend on each other, with a note.
 
-Why it is legal: merged loops depend on each other only through gradient accumulators. By the index tables of both
-loops, they change different slots: for example, B1(M-2) and B2(M-1). So each slot gets the same additions in the same
-order.
-Cost: if L > 2k, two loops are split once more. Merged bodies take XLA longer to schedule. DHelix runs the first and
-last passes alone (section 4.1, arXiv 2411.15871).
+Why it is legal: merged loops depend on each other only through gradient accumulators. B1(M-2) and B2(M-1) are an
+example. The proved loop counters show that the two loops change different slots of an accumulator. So each slot gets
+the same additions in the same order.
+Cost: if L > 2k (L layers, skew k), two loops are split once more. XLA takes longer to schedule merged bodies. DHelix
+runs the first and last passes alone (section 4.1, arXiv 2411.15871).
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ _Ends = dict[tuple[str, str], Instruction]
 
 @dataclass(frozen=True)
 class StrandEnds:
-    """No options."""
+    """This pass has no options."""
 
     name = "strand-ends"
     stage = Stage.LOWERED
@@ -56,7 +57,7 @@ class StrandEnds:
 
 
 def _ends(computation: Computation) -> _Ends:
-    """The loops over a part of the layers, keyed by that part's name and the strand."""
+    """The loops that run a part of the layers. A key is the name of that part and the strand."""
     found: _Ends = {}
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
         for name in SKEWED:
@@ -66,10 +67,10 @@ def _ends(computation: Computation) -> _Ends:
 
 
 def _merge_ends(computation: Computation, ends: _Ends, context: PassContext) -> None:
-    share_equal(computation)  # so that loops that read equal invariants read one value
+    share_equal(computation)  # loops with equal invariants then read one value
     began, following = ends[LAST, ALPHA], ends[FIRST, ALPHA]
     layers, apart = (WhileLoop(loop).trip_count for loop in (began, following))
-    assert layers and apart  # strand_skew split them by these
+    assert layers and apart  # strand_skew split the loops at these layers
     _name_beta(following)
     if layers > apart:
         _, began = split(began, layers - apart, (LAST, LAST))
@@ -86,9 +87,10 @@ def _merge_ends(computation: Computation, ends: _Ends, context: PassContext) -> 
 
 
 def _merge(first: Instruction, second: Instruction, context: PassContext) -> Instruction | None:
-    """Merges both loops into one; None if they depend on each other by more than different slots of one stack.
+    """Merges both loops into one loop and returns it.
 
-    If one of them depends on the other, `second` must be the later one.
+    Returns None if one loop depends on the other. As an exception, both may change a common stack, if they change
+    different slots. In this case, `second` must be the later loop.
     """
     computation = first.computation
     drop_dead(computation)
@@ -109,9 +111,9 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
 def _changed_on(
     first: Instruction, second: Instruction, element: int, users: dict[Instruction, list[Instruction]]
 ) -> int | None:
-    """The element of `first` whose result is the initial value of `element` of `second`.
+    """The state element of `first` whose result is the initial value of state element `element` of `second`.
 
-    None if something else reads that result, or if the loops are not proved to change different slots of it.
+    None if anything else reads that result, or if it is not proved that the loops change different slots of the stack.
     """
     start = second.operands[0]
     value = start.operands[element]
@@ -128,7 +130,7 @@ def _changed_on(
 
 
 def _share(loop: Instruction, context: PassContext) -> None:
-    """Stores new residuals in the stacks of the same shape that this loop reads for the last time."""
+    """Makes `loop` store its new residuals in old stacks of the same shape, which no later loop reads."""
     layers = WhileLoop(loop)
     free = list(_read_for_the_last_time(layers))
     stacks: list[Stack] = []
@@ -161,10 +163,11 @@ def _share(loop: Instruction, context: PassContext) -> None:
 
 
 def _read_for_the_last_time(layers: WhileLoop) -> Iterator[tuple[int, tuple[Instruction, ...], list[int]]]:
-    """Yields the stacks that the strand loop left and only `layers` reads.
+    """Finds the stacks that are results of the strand loop and that only `layers` reads.
 
     Yields:
-      The element of `layers`, its reads, and the slot that they read in each iteration.
+      The stack's state element in `layers`, the instructions that read it, and the slot that they read in each
+      iteration.
     """
     loop = layers.instruction
     users = loop.computation.users()

@@ -1,4 +1,4 @@
-"""Keeps the two strands in step layer by layer in unrolled models, where no layer loop does it.
+"""Keeps the two strands in step, layer by layer, in models without layer loops (their layers are unrolled).
 
 Before, in the strand loop (straight-line code):     After:
     dx3 = layer 3 backward(dx4)      alpha               dx3, x1, dw3 = opt-barrier(dx3, x1, dw3)
@@ -8,20 +8,20 @@ Before, in the strand loop (straight-line code):     After:
 
 Contract
     Consumes  a strand loop whose body holds operations of both strands and no loop with matrix products.
-    Makes     one barrier per pair of cuts: the n-th cut of forward with the n-th of backward. A cut is a value on which
-              all later work of its strand depends: the hidden state between layers, or its gradient. Each stretch of
-              work has at most one cut. The barrier also takes the results that alpha has finished by then (sums of
-              weight gradients).
+    Makes     one barrier for each pair of cuts: the n-th cut of forward and of backward. A cut is a value on which all
+              later work of its strand depends: the hidden state between layers, or the gradient of that state. Between
+              two matrix products there is at most one cut. The barrier also takes the results that strand alpha has
+              finished by then, such as sums of weight gradients.
     Leaves    strand loops that hold layer loops (merged layer loops are in step already), and strands that depend on
               each other.
 
-Why it is legal: a barrier returns its operands unchanged. It creates no cycle: the strands do not depend on each other,
-and each strand's cuts are ordered, so a barrier depends only on earlier barriers.
-Cost: none by itself. Without barriers XLA's scheduler runs all of F(i) and then B(i-1), so the residuals of two
-micro-batches are alive. With them a residual of F(i) can reuse the buffer of a residual that B(i-1) has read. If that
-buffer belongs to another layer, XLA later copies the residual to its own buffer. This happens to about half of the
-residuals, once per micro-batch.
-DHelix section 4.1 (arXiv 2411.15871).
+Why it is legal: a barrier returns its operands unchanged. Barriers create no cycle: the strands do not depend on each
+other, and each strand's cuts are ordered, so a barrier depends only on earlier barriers.
+Cost: a barrier itself costs nothing. Without barriers XLA's scheduler runs all of F(i) and then B(i-1), so the
+residuals of two micro-batches are alive. With barriers, a residual of F(i) can reuse the buffer of a residual that
+B(i-1) has read. If that buffer belongs to another layer, XLA later copies the residual to the buffer of its own layer.
+This happens to about half of the residuals, once per micro-batch.
+Source: DHelix, section 4.1 (arXiv 2411.15871).
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ _WORK = frozenset("dot ragged-dot convolution".split())
 
 @dataclass(frozen=True)
 class StrandLockstep:
-    """No options."""
+    """This pass has no options."""
 
     name = "strand-lockstep"
     stage = Stage.LOWERED
@@ -72,7 +72,7 @@ def _tie(loop: Instruction) -> int:
         after = builder.barrier([*pair, *results])
         fences.add(after[0].operands[0].operands[0])
         behind.update(zip(pair, after[:2], strict=True))
-        for result, tied in zip(results, after[2:], strict=True):  # only the root must read it behind the barrier
+        for result, tied in zip(results, after[2:], strict=True):  # only the root reads results from the barrier
             body.root.operands = [tied if o is result else o for o in body.root.operands]
     for instruction in body.instructions:
         if instruction not in fences:
@@ -85,7 +85,7 @@ def _pair(forward: list[Instruction], backward: list[Instruction]) -> list[tuple
     """Pairs the n-th cuts of both strands.
 
     If one strand has about r times as many cuts as the other (r = 2 under remat), takes every r-th cut of that strand.
-    Leftover cuts lie outside of the layers.
+    Cuts that are left over lie outside of the layers.
     """
     if not forward or not backward:
         return []
@@ -95,9 +95,10 @@ def _pair(forward: list[Instruction], backward: list[Instruction]) -> list[tuple
 
 
 def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
-    """Values on which all later work of a strand depends, in order: the smallest one per stretch of work.
+    """The cuts of a strand, in order: values on which all later work of the strand depends.
 
-    Values before any work and the last value of the path are no cuts.
+    If there are several such values between two matrix products, the smallest value is the cut. Values before the first
+    matrix product are not cuts, and the last value of the main path is not a cut.
     """
     last, path = _main_path(body, {i for i in strand if _carries(i)})
     users = body.users()
@@ -115,7 +116,10 @@ def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
 
 
 def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instruction | None, set[Instruction]]:
-    """The last instruction of the longest chain of members that ends in work, and all members between both ends."""
+    """The last instruction of the longest chain of `members` that ends in a matrix product, and its main path.
+
+    The main path consists of all members that lie between the first and the last instruction of the chain.
+    """
     depth: dict[Instruction, int] = {}
     first: dict[Instruction, Instruction] = {}  # the start of the longest chain to each instruction
     for i in (i for i in body.instructions if i in members):
@@ -136,7 +140,7 @@ def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instructio
 
 
 def _finished_before(body: Computation, alpha: list[Instruction], cuts: list[Instruction]) -> list[list[Instruction]]:
-    """For each cut of alpha, the iteration results that depend on all earlier cuts, but not on this or later cuts."""
+    """For each cut of strand alpha, the results of an iteration that depend on all earlier cuts but not on this cut."""
     number = {cut: n for n, cut in enumerate(cuts)}
     needed: dict[Instruction, int] = {}  # how many cuts an instruction depends on
     for i in body.instructions:
@@ -150,7 +154,7 @@ def _finished_before(body: Computation, alpha: list[Instruction], cuts: list[Ins
 
 
 def _carries(instruction: Instruction) -> bool:
-    """Whether it can hold a hidden state: a floating-point array, or the tuple of a call with several results."""
+    """Whether `instruction` can be a hidden state: a floating-point array, or a tuple of a call's results."""
     shape = instruction.shape
     return shapes.is_tuple(shape) or (shapes.is_floating(shape) and shapes.element_count(shape) > 1)
 

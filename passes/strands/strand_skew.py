@@ -1,4 +1,4 @@
-"""Skews the strands by k layers, so that they can run together at both ends of the step, too.
+"""Skews the strands by k layers, so that they can also run together at both ends of the step.
 
 Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2, B2: the others):
     while i < M:                               F1(0)
@@ -12,18 +12,20 @@ Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2
 alone. They are 1/M of the step, and nothing hides their communication.
 
 Contract
-    Consumes  a loop over at least three micro-batches that `forward_backward_cut` partitions. It has one forward and
-              one backward layer loop of the same proved trip count L >= 2k. Runs before strand_duplication.
+    Consumes  a loop over at least three micro-batches that `forward_backward_cut` partitions. The loop has one forward
+              and one backward layer loop of the same proved trip count L >= 2k. The pass must run before
+              strand_duplication.
     Makes     the loop above. Each layer loop becomes two loops, with names that say which layers they run. Each stack
-              of residuals becomes two stacks of k and L - k slots, so that those of the first k layers can live longer.
-              Gradients are added up layer by layer (`gradient_accumulation`).
-    Leaves    everything else; raises PassRefusal with the reason.
+              of residuals becomes two stacks of k and L - k slots, so that the residuals of the first k layers can live
+              longer. Gradients are added up layer by layer (`gradient_accumulation`).
+    Leaves    everything else. If a loop over micro-batches cannot be skewed, the pass raises PassRefusal with the
+              reason.
 
-Why it is legal: F1(i+1) consists of the instructions that lead to the first k layers. It reads nothing that the
-backward pass writes, as is true of all of F(i+1) (`forward_backward_cut`, rule 2). It reads the state that iteration i
-leaves. Each micro-batch computes the same values as before.
-Cost: residuals of k layers of a third micro-batch are alive; XLA has two to three times as many loops to compile and
-schedule. It pays where communication is exposed (docs/research_log.md). DHelix does not hide the communication of the
+Why it is legal: F1(i+1) consists of the instructions up to the first k layers. Like all of F(i+1), it reads nothing
+that the backward pass writes (`forward_backward_cut`, rule 2). It starts from the state that iteration i leaves. So
+each micro-batch computes the same values as before.
+Cost: the residuals of k layers of a third micro-batch are alive. XLA compiles and schedules two to three times as many
+loops. Skew helps if communication is exposed (docs/research_log.md). DHelix does not hide the communication of the
 first and last passes (section 4.1, arXiv 2411.15871).
 """
 
@@ -63,7 +65,7 @@ class StrandSkew:
             raise DhelixError(f"strands cannot be {self.skew} layers apart; give at least 1, or leave the pass out")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Returns whether it changed the module. Raises PassRefusal if the strands of some loop cannot be skewed."""
+        """Returns whether the module changed. Raises PassRefusal if the strands of some loop cannot be skewed."""
         refusals: list[PassRefusal] = []
         found = list(partitions(module, refusals))
         if not found:
@@ -82,7 +84,7 @@ class StrandSkew:
 
 
 def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instruction]:
-    """The forward and the backward layer loop. Raises PassRefusal if they cannot be split."""
+    """The forward and the backward layer loop. Raises PassRefusal if these loops cannot be split."""
     if parts.trip_count < 3:
         raise PassRefusal(f"strands of {parts.trip_count} micro-batches cannot be skewed; that takes at least 3")
     found = []
@@ -103,7 +105,7 @@ def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instr
 
 
 def _split(body: Computation, forward: Instruction, backward: Instruction, apart: int) -> None:
-    """Splits both layer loops and their stacks of residuals in two."""
+    """Splits each layer loop and each stack of residuals in two."""
     layers = WhileLoop(forward).trip_count
     assert layers is not None  # checked by _loops_over_layers
     stacks = _stacks(forward, backward)
@@ -133,7 +135,7 @@ def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int,
             back, read = last_reader(forward, written)
             reads = slot_reads(back, read)
         except PassRefusal:
-            continue  # it stays one stack, which both forward loops write
+            continue  # this stack stays whole, and both forward loops write it
         if back.instruction is not backward or read not in back.invariants:
             continue
         slots = list(range(write.shape.dimensions[0]))
@@ -144,7 +146,7 @@ def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int,
 
 
 def _start_ahead(computation: Computation, instruction: Instruction) -> None:
-    """Replaces the loop by one whose iterations also run the first layers of the next micro-batch."""
+    """Replaces the loop by a loop in which each iteration also runs the first layers of the next micro-batch."""
     parts = partition(WhileLoop(instruction))
     if parts is None:
         raise PassRefusal("no backward pass is found after the loops over layers are split", instruction)
@@ -155,7 +157,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
     rest = [i for i in parts.forward if i not in early] + list(parts.backward)
 
     def all_but_first_layers(builder: Builder, state: Instruction) -> tuple[Copies, list[Instruction]]:
-        """Emits the rest of one micro-batch. Returns the shared values, and the elements of the old state after it."""
+        """Emits one micro-batch without its first layers. Returns the shared values, and the new state's elements."""
         shared = emit_shared(builder, parts, state)
         copies = shared | {value: builder.element(state, loop.size + n) for n, value in enumerate(handed)}
         copy_instructions(builder, rest, copies)
@@ -164,7 +166,10 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
         return shared, [copies[value] for value in loop.body.root.operands]
 
     def first_layers(builder: Builder, shared: Copies, state: list[Instruction]) -> list[Instruction]:
-        """Emits the first layers of the micro-batch that starts from `state`. Returns what the rest reads of them."""
+        """Emits the first layers of the micro-batch that starts from `state`. Returns the values that the rest reads.
+
+        The rest is what `all_but_first_layers` emits.
+        """
         copies = {i: copy for i, copy in shared.items() if i not in loop.reads}
         copies |= {read: state[k] for read, k in loop.reads.items()}
         copy_instructions(builder, early, copies)
@@ -187,7 +192,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
 
 
 def _leading_to_first_layers(parts: Partition) -> dict[Instruction, None]:
-    """F1: the forward instructions up to the first layers, in instruction order."""
+    """F1: the forward instructions up to and including the loop over the first layers, in instruction order."""
     body = parts.loop.body
     first = [i for i in parts.forward if i.name.startswith(FIRST)]
     needed = graph.ancestors(body, first)

@@ -1,4 +1,7 @@
-"""Matmuls that hide their collective. `operations.py` is the user's interface; `form_choice.py` chooses the form."""
+"""Matmuls that overlap with their collective. `operations.py` has the user's functions.
+
+A form is one way to run such a matmul. `form_choice.py` chooses the form.
+"""
 
 from dhelix.runtime.collective_matmul.operations import (
     CollectiveMatmuls,

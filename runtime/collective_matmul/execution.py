@@ -1,6 +1,6 @@
-"""Runs collective matmuls in a form that is known to be possible, with one weight or several that share the collective.
+"""Runs collective matmuls in a form that is known to be possible. Several weights may share one collective.
 
-All forms but the monolithic one concatenate the weights once, multiply, and split the result.
+All forms except the monolithic one concatenate the weights once, multiply, and split the result.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,10 @@ Arrays = tuple[jax.Array, ...]
 def all_gather_matmul(
     form: Form, x: jax.Array, weights: Arrays, axis_name: AxisName, transposed: bool = False
 ) -> tuple[Arrays, jax.Array]:
-    """Returns (gathered `x` times each of `weights`, or times the transpose of the only weight) and gathered `x`."""
+    """Gathers `x` and multiplies it by each of `weights`. Returns the products and the gathered `x`.
+
+    If `transposed`, there is only one weight, and the function multiplies by its transpose.
+    """
     if form.name == "monolithic" or not isinstance(axis_name, str):
         gathered = monolithic.all_gather(x, axis_name)
         return tuple(matmul(gathered, w, transposed) for w in weights), gathered
@@ -62,11 +65,11 @@ def all_gather_gradients(
 ) -> tuple[jax.Array, Arrays]:
     """The gradients of `all_gather_matmul`: dx, and dw of each weight. `x` is gathered again for dw.
 
-    The reduce-scatter of dx uses `form`. The gather of `x` overlaps as follows:
+    The reduce-scatter of dx uses `form`. What the gather of `x` overlaps with depends on the form:
 
-        monolithic       with dy w^T; then the reduce-scatter overlaps with x^T dy
-        ring, hybrid     with the first chunk's matmul, which overlaps with no other collective; then as in forward
-        mosaic           with what precedes the kernel: nothing may overlap with the kernel
+        monolithic       The gather overlaps with dy w^T. Then the reduce-scatter overlaps with x^T dy.
+        ring, hybrid     The gather overlaps with the first chunk's matmul, which has no other collective beside it.
+        mosaic           The gather overlaps with operations before the kernel. Nothing may overlap with the kernel.
     """
     gathered = monolithic.all_gather(x, axis_name)
     if form.name == "monolithic" or not isinstance(axis_name, str):
@@ -87,17 +90,17 @@ def all_gather_gradients(
                 cotangents, w, axis_name, _DIRECTIONS[form.name], transposed=True, beside=(gathered,)
             )
     dws = tuple(row_product(gathered, dy, w) for dy, w in zip(cotangents, weights, strict=True))
-    # Otherwise XLA runs users of dx before dw, and the last collective overlaps with no compute.
+    # Without this barrier XLA runs users of dx before dw, and the last collective overlaps with no compute.
     return lax.optimization_barrier((dx, dws))
 
 
 def _side_by_side(weights: Arrays) -> jax.Array:
-    """Concatenates the weights to `[k, all columns]`. Without the barrier XLA would repeat that for each use."""
+    """Concatenates the weights to `[k, all columns]`. Without the barrier XLA would do so again for each use."""
     return weights[0] if len(weights) == 1 else lax.optimization_barrier(joined(weights, axis=1))
 
 
 def _split(y: jax.Array, columns: Sequence[int]) -> Arrays:
-    """The inverse: splits the last dimension."""
+    """Splits the last dimension of `y` into parts. `columns` has the number of columns of each part."""
     ends = list(accumulate(columns))
     return tuple(
         y if width == y.shape[-1] else lax.slice_in_dim(y, end - width, end, axis=y.ndim - 1)

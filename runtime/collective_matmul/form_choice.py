@@ -1,10 +1,12 @@
-"""Chooses the form of a collective matmul: the form that the user asks for, or the fastest one by measurement.
+"""Chooses the form of a collective matmul: the form that the user asks for, or the fastest form by measurement.
 
-"auto"               the form with the shortest measured time for the site on these GPUs and this link; monolithic if
-                     nothing was measured, as on CPU. If that form is impossible here: the next best one, and a line
-                     in the log
-a name, or a Form    this form, or a DhelixError that says what to do. The derivatives use this form, too, if it is
-                     possible there; otherwise the monolithic form, and a line in the log
+A site is a collective with its matmul, their sizes and their type. The user passes one of these:
+
+"auto"               The form with the shortest measured time for the site on these GPUs and this link. Without such
+                     measurements, as on CPU, it is the monolithic form. If the fastest form is impossible here, the
+                     next best form runs, and the log says so.
+a name, or a Form    This form. If it is impossible, a DhelixError says what to do. The derivatives use this form, too,
+                     if it is possible for them. Otherwise they use the monolithic form, and the log says so.
 """
 
 import functools
@@ -24,20 +26,20 @@ from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.processes import launch_settings
 from dhelix.runtime.processes.launch_settings import link_of
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")  # that forms other than the monolithic one support
-_MOST_CHUNKS = 4  # if the form "hybrid" names no number of chunks
+_DTYPES = ("bfloat16", "float16", "float32", "float64")  # types for forms other than the monolithic one
+_MOST_CHUNKS = 4  # the most chunks, if the form "hybrid" names no number of chunks
 _GPU = ("cuda", "gpu")
 _HOPPER = re.compile(r"\bG?H\d{2,3}\b")  # H100, H200, H800, H20, GH200
 
 
 @dataclass(frozen=True)
 class Place:
-    """A site in a program; decides which forms are possible.
+    """A site in a program. It decides which forms are possible.
 
     Attributes:
-      site: decides how long the forms take.
-      axis_name: the mesh axis, or several.
-      rows: rows of one batch element in a device's operand (all-gather) or result.
+      site: the kind, sizes and type of the collective matmul. They decide how long each form takes.
+      axis_name: the mesh axis, or several mesh axes.
+      rows: rows of one batch element in the operand on a device (all-gather), or in the result on a device.
     """
 
     site: Site
@@ -50,11 +52,11 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
 
     Args:
       form: "auto", the name or key of a form, or a `Form`.
-      place: where it is to run.
+      place: where the form is to run.
       graphs: see `refusal`.
 
     Raises:
-      DhelixError: there is no such form, or it is impossible at `place`.
+      DhelixError: there is no such form, or the form is impossible at `place`.
     """
     if form == "auto":
         return None
@@ -70,10 +72,10 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
 
 
 def resolve(wanted: Form | None, place: Place) -> Form:
-    """Returns the form that runs at `place`. It is always possible there.
+    """Returns the form that runs at `place`. This form is always possible there.
 
-    It is `wanted` if that is possible, otherwise the monolithic form. With `wanted` None, it is the fastest possible
-    one.
+    If `wanted` is possible, the form is `wanted`; otherwise it is the monolithic form. If `wanted` is None, the form is
+    the fastest possible one.
     """
     if wanted is None and place.site.dtype not in _DTYPES:
         _log_once(f"{place.site.key}: {MONOLITHIC.key}, because no other form multiplies {place.site.dtype}")
@@ -92,14 +94,14 @@ def resolve(wanted: Form | None, place: Place) -> Form:
 
 
 def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
-    """Returns why `form` is impossible at `place` and what to do, or None.
+    """Returns a text that says why `form` is impossible at `place` and what to do; None if it is possible.
 
-    The text continues a sentence after the form's name.
+    The text continues a sentence that begins with the form's name.
 
     Args:
       form: the form.
-      place: where it is to run.
-      graphs: whether the program's custom calls become part of CUDA graphs; None: read it from this process's settings.
+      place: where the form is to run.
+      graphs: whether the program's custom calls become part of CUDA graphs. None: this process's settings decide.
     """
     if form.name == "monolithic":
         return None
@@ -123,12 +125,13 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
 
 
 def _no_kernels_here(form: Form, graphs: bool | None) -> str | None:
-    """Returns why kernels that access their peers' memory cannot run on these devices, or None.
+    """Returns why kernels that access their peers' memory cannot run on these devices; None if they can.
 
-    All blocks of a kernel must be resident at once, because the blocks of one device wait for blocks of another.
+    All blocks of a kernel must be resident at once, because the blocks of one device wait for blocks of other devices.
 
-    A CUDA graph keeps the addresses that a kernel was recorded with. XLA records it again if a device's own buffers
-    move, but not if a peer's buffers move. Then the kernel reads other data at the old address (seen with jax 0.11.2).
+    A CUDA graph keeps the addresses that a kernel was recorded with. XLA records the kernel again if the device's own
+    buffers move, but not if a peer's buffers move. In the second case, the kernel reads other data at the old address
+    (seen with jax 0.11.2).
     """
     platform, kind, there = _devices_here()
     if platform not in _GPU or not _HOPPER.search(kind):
@@ -153,7 +156,10 @@ def _parsed(text: str, place: Place) -> Form:
 
 
 def _devices_here() -> tuple[str, str, int | None]:
-    """Platform, kind and number of multiprocessors (None if unknown) of the current mesh's devices, abstract or not."""
+    """Platform, kind and number of multiprocessors (None if unknown) of the current mesh's devices.
+
+    The devices of an abstract mesh need not exist in this process.
+    """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None:
         default = jax.devices()[0]

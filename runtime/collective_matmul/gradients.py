@@ -1,21 +1,24 @@
-"""Derivatives of collective matmuls, which are collective matmuls themselves.
+"""Derivatives of collective matmuls. Most of them are collective matmuls, too.
 
     forward                            backward, with dy the cotangent of y
     y = all_gather_matmul(x, w)        dx = matmul_reduce_scatter(dy, w^T)      dw = gathered x^T dy
     y = matmul_reduce_scatter(x, w)    dx = all_gather_matmul(dy, w^T)          dw = x^T gathered dy
     y = matmul_all_reduce(x, w)        dx = dy w^T                              dw = x^T dy
 
-The residuals are x and w as passed in. For dw of all-gather, x is gathered again, as in Megatron, so that the residual
-takes 1 / n of the memory. dy was already gathered for dx. Each collective matmul of the backward pass is a site of its
-own (`form_choice.resolve`), and uses the form that the user asked for if that is possible there.
+The residuals are x and w as passed in. For dw of `all_gather_matmul`, x is gathered again, as in Megatron, so that the
+residual takes 1 / n of the memory. For dw of `matmul_reduce_scatter`, dy is gathered only once, for dx and dw. Each
+collective matmul of the backward pass is a site of its own (`form_choice.resolve`). It uses the form that the user
+asked for, if this form is possible there.
 
-Exception: with "auto", dx of all-gather uses the monolithic form. It has two matmuls for two collectives, so a whole
-matmul hides each: the gather of x overlaps with dy w^T, then the reduce-scatter overlaps with gathered x^T dy.
+Exception: with "auto", dx of `all_gather_matmul` uses the monolithic form. Its backward pass has two matmuls and two
+collectives, so each collective overlaps with a whole matmul. The gather of x overlaps with dy w^T, and then the
+reduce-scatter overlaps with gathered x^T dy.
 
-The derivatives equal JAX's. Under `shard_map` with `check_vma=True` the cotangent of an all-reduce's result is whole on
-each device. With `check_vma=False` it is each device's contribution, and JAX sums it first. So does this module, by one
-more all-reduce in backward.
-Source: "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2, has the pairs.
+The derivatives are equal to those that JAX computes. Under `shard_map` with `check_vma=True`, the cotangent of an
+all-reduce's result is whole on each device. With `check_vma=False`, each device has only its own contribution to the
+cotangent, and JAX first sums the contributions. This module does the same, by one more all-reduce in backward.
+Source: "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2, describes these pairs of forward
+and backward operations.
 """
 
 import functools
@@ -33,7 +36,7 @@ from dhelix.runtime.collective_matmul.products import matmul, row_product
 
 
 def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name: AxisName) -> Place:
-    """The place of a collective matmul of `x [..., rows, contraction]` to `columns` columns."""
+    """The place of a collective matmul of `x [..., rows, contraction]` and a weight `[contraction, columns]`."""
     n = lax.axis_size(axis_name)
     rows = x.size // max(x.shape[-1], 1) * (n if kind == "all_gather_matmul" else 1)
     own = x.shape[-2] // (n if kind == "matmul_reduce_scatter" else 1)
@@ -48,7 +51,7 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gather_matmul(x: jax.Array, weights: Arrays, axis_name: AxisName, wanted: Form | None) -> Arrays:
-    """Products of gathered `x` with each of the weights. Operands vary over the same axes, including `axis_name`."""
+    """Products of gathered `x` with each weight. Operands must vary over the same mesh axes, including `axis_name`."""
     place = place_of("all_gather_matmul", x, x.shape[-1], sum(w.shape[1] for w in weights), axis_name)
     return execution.all_gather_matmul(resolve(wanted, place), x, weights, axis_name)[0]
 
@@ -61,7 +64,7 @@ def _all_gather_matmul_backward(axis_name: AxisName, wanted: Form | None, kept: 
     x, weights = kept
     contraction = sum(w.shape[1] for w in weights)
     place = place_of("matmul_reduce_scatter", dys[0], contraction, x.shape[-1], axis_name)
-    # In the monolithic form each collective overlaps with a whole matmul, more than in any other form.
+    # In the monolithic form, each collective overlaps with a whole matmul. This is more overlap than in any other form.
     form = MONOLITHIC if wanted is None else resolve(wanted, place)
     return execution.all_gather_gradients(form, x, weights, dys, axis_name)
 
@@ -71,7 +74,7 @@ all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
-    """The sum over devices of `x` times `w`, scattered over rows. Operands vary as in `all_gather_matmul`."""
+    """The sum over devices of `x` times `w`, scattered over rows. Operands must vary as in `all_gather_matmul`."""
     place = place_of("matmul_reduce_scatter", x, x.shape[-1], w.shape[1], axis_name)
     return execution.matmul_reduce_scatter(resolve(wanted, place), x, w, axis_name)
 
@@ -94,7 +97,7 @@ matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scat
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
-    """The sum over devices of `x` times `w`. Operands vary as in `all_gather_matmul`.
+    """The sum over devices of `x` times `w`. Operands must vary as in `all_gather_matmul`.
 
     The result does not vary over `axis_name`.
     """

@@ -1,4 +1,4 @@
-"""NCCL's collectives in a few chunks of rows; each chunk's collective overlaps with its neighbour's matmul.
+"""The form "hybrid": NCCL's collectives run in a few chunks of rows. Each overlaps with a neighbouring chunk's matmul.
 
     all_gather_matmul       gather c0 | gather c1   | gather c2   | gather c3   |
                                       | multiply c0 | multiply c1 | multiply c2 | multiply c3
@@ -13,10 +13,10 @@ A chunk is a part of every device's rows. So its gathered or scattered rows are 
 Optimization barriers between steps keep the order. They also keep XLA from combining the collectives again, and from
 merging the matmuls, which share `w`.
 
-Legality: the number of chunks must divide the rows of a device; for all-reduce, all rows.
-Cost: the first chunk's gather, or the last chunk's reduction, is exposed; `chunks` smaller GEMMs; all-gather copies
-each chunk's result to its rows, reduce-scatter copies each chunk's rows out of `x`. (DistFuse, section 3, uses chunks
-if tiles cannot be sent one by one.)
+Legality: the number of chunks must divide the rows of a device. For all-reduce, it must divide all rows.
+Cost: the first chunk's gather, or the last chunk's reduction, is exposed. The GEMM becomes `chunks` smaller GEMMs.
+All-gather copies each chunk's result to its rows. Reduce-scatter copies each chunk's rows out of `x`. (DistFuse,
+section 3, uses chunks if tiles cannot be sent one by one.)
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,10 @@ from dhelix.runtime.collective_matmul.products import columns_of, joined, matmul
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, chunks: int, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (`x [..., rows / n, k]` gathered, times `w`) and gathered `x`, which XLA drops if it has no users."""
+    """Gathers `x [..., rows / n, k]` and multiplies it by `w`. Returns the product and the gathered `x`.
+
+    XLA drops the gathered `x` if it has no users.
+    """
     n, rows = lax.axis_size(axis_name), x.shape[-2] // chunks
 
     def gather(x: jax.Array, chunk: int) -> jax.Array:
@@ -59,10 +62,11 @@ def matmul_reduce_scatter(
     transposed: bool = False,
     beside: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """`xs [..., rows, k / n]`, concatenated, times `w`, summed over the devices.
+    """Concatenates `xs` to `[..., rows, k / n]`, multiplies by `w`, sums over the devices, and scatters the rows.
 
     Returns:
-      This device's rows, `[..., rows / n, columns]`; and `beside`, computed in the first step, which has no collective.
+      This device's rows of the sum, `[..., rows / n, columns]`, and the arrays `beside`. XLA computes `beside` in the
+      first step, which has no collective.
     """
     n = lax.axis_size(axis_name)
 
@@ -77,7 +81,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, chunks: int) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`."""
+    """The sum over devices of `x [..., rows, k / n]` times `w`. Each device gets all rows, `[..., rows, columns]`."""
     rows = x.shape[-2] // chunks
 
     def multiply(xs: Sequence[jax.Array], w: jax.Array, chunk: int) -> jax.Array:
@@ -105,18 +109,18 @@ def _reduced_chunks(
 
 
 def _by_device(x: jax.Array, devices: int, chunks: int) -> jax.Array:
-    """`[..., rows, k]` as `[..., devices, chunks, rows of a chunk, k]`."""
+    """Reshapes `x [..., rows, k]` to `[..., devices, chunks, rows of a chunk, k]`."""
     return x.reshape(*x.shape[:-2], devices, chunks, -1, x.shape[-1])
 
 
 def _chunk_of(x: jax.Array, chunk: int) -> jax.Array:
-    """One chunk of `[..., devices, chunks, rows of a chunk, k]`, as `[..., rows, k]`."""
+    """One chunk of `x [..., devices, chunks, rows of a chunk, k]`, reshaped to `[..., rows, k]`."""
     piece = lax.index_in_dim(x, chunk, axis=x.ndim - 3, keepdims=False)
     return piece.reshape(*piece.shape[:-3], -1, piece.shape[-1])
 
 
 def _with_chunk(x: jax.Array, piece: jax.Array, chunk: int) -> jax.Array:
-    """The inverse of `_chunk_of`: `x` with this chunk replaced."""
+    """The inverse of `_chunk_of`: `x` with this chunk replaced by `piece`."""
     piece = piece.reshape(*x.shape[:-3], 1, *x.shape[-2:])
     return lax.dynamic_update_slice_in_dim(x, piece, chunk, axis=x.ndim - 3)
 

@@ -1,9 +1,9 @@
-"""Collective and matmul one after the other. The other forms are measured against this one.
+"""The form "monolithic": collective and matmul run one after the other. Other forms are compared with this form.
 
     gathered = all-gather(x)         sums = x @ w                       sums = x @ w
     out = gathered @ w               out = reduce-scatter(sums)         out = all-reduce(sums)
 
-Works for every size and type, and for a tuple of mesh axes. The communication is not overlapped with the matmul.
+This form works for every size and type, and for a tuple of mesh axes. Communication does not overlap with the matmul.
 """
 
 import functools
@@ -24,7 +24,7 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def sum_of_products(xs: Sequence[jax.Array], weights: Sequence[jax.Array], transposed: bool = False) -> jax.Array:
-    """This device's partial sum: the sum of each `x` times its `w`."""
+    """This device's partial sum: the sum over all pairs of `x` times `w`."""
     return functools.reduce(operator.add, (matmul(x, w, transposed) for x, w in zip(xs, weights, strict=True)))
 
 

@@ -1,16 +1,17 @@
-"""Calls the two-dimensional Mosaic-GPU kernels of `kernels/` on arrays with batch dimensions.
+"""The form "mosaic": calls the two-dimensional Mosaic-GPU kernels of `kernels/` on arrays with batch dimensions.
 
 The kernels gather and scatter rows by device. Batch elements are inside a device's rows:
 
     x [b, rows / n, k] on each device = [b * rows / n, k]  -gather->  [n, b, rows / n, k]  -transpose->  [b, rows, k]
 
-With one batch element the transpose is a no-op. With more it costs a copy of the result (all-gather) or of the operand
-(reduce-scatter). All-reduce needs no transpose, because every device has all rows.
+With one batch element, the transpose does nothing. With more batch elements, it costs a copy of the result (all-gather)
+or of the operand (reduce-scatter). All-reduce needs no transpose, because every device has all rows.
 
 Kernels are imported on first use, because Mosaic GPU does not exist on every platform.
 
-A kernel that waits for its peers holds streaming multiprocessors. An NCCL collective in flight may need them on another
-device. Both together can deadlock, so callers order them by data dependencies.
+A kernel holds its streaming multiprocessors while it waits for its peers. An NCCL collective in flight also needs
+multiprocessors on all devices. A kernel and a collective can then wait for each other forever, so callers order them by
+data dependencies.
 """
 
 import importlib
@@ -27,7 +28,7 @@ _KERNELS = "dhelix.runtime.collective_matmul.kernels"
 
 
 def refusal(site: Site, tiles: Tiles | None) -> str | None:
-    """Returns why no kernel serves `site` with these tiles, or None."""
+    """Returns why no kernel can run at `site` with these tiles; None if a kernel can."""
     try:
         supported = _kernel(site.kind, "supported")
     except ImportError as error:
@@ -38,7 +39,7 @@ def refusal(site: Site, tiles: Tiles | None) -> str | None:
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (`x [..., rows / n, k]` gathered, times `w`) and gathered `x`."""
+    """Gathers `x [..., rows / n, k]` and multiplies it by `w`. Returns the product and the gathered `x`."""
     kernel = _kernel("all_gather_matmul", "all_gather_matmul_kernel")
     results = kernel(_folded(x), w.T if transposed else w, axis_name, tiles)
     out, gathered = (_from_devices(y, x, lax.axis_size(axis_name)) for y in results)
@@ -48,7 +49,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None, transposed: bool = False
 ) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: this device's rows, `[..., rows / n, columns]`."""
+    """This device's rows, `[..., rows / n, columns]`, of the sum over devices of `x [..., rows, k / n]` times `w`."""
     kernel = _kernel("matmul_reduce_scatter", "matmul_reduce_scatter_kernel")
     n = lax.axis_size(axis_name)
     out = kernel(_by_device(x, n), w.T if transposed else w, axis_name, tiles)
@@ -56,7 +57,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices; returns all rows, `[..., rows, columns]`."""
+    """The sum over devices of `x [..., rows, k / n]` times `w`. Each device gets all rows, `[..., rows, columns]`."""
     out = _kernel("matmul_all_reduce", "matmul_all_reduce_kernel")(_folded(x), w, axis_name, tiles)
     return out.reshape(*x.shape[:-1], w.shape[1])
 
@@ -70,15 +71,15 @@ def _folded(x: jax.Array) -> jax.Array:
 
 
 def _by_device(x: jax.Array, n: int) -> jax.Array:
-    """`x [..., rows, k]` as `[all rows, k]`, device by device: first the rows of device 0 of all batch elements."""
+    """Reshapes `x [..., rows, k]` to `[all rows, k]`, ordered by device. First come device 0's rows of all elements."""
     batch = math.prod(x.shape[:-2])
     return _folded(x.reshape(batch, n, -1, x.shape[-1]).swapaxes(0, 1))
 
 
 def _from_devices(y: jax.Array, x: jax.Array, n: int) -> jax.Array:
-    """Undoes the order of `_by_device` in `y`. Here `y` is a result that was computed from the gathered `x`.
+    """Undoes the order of `_by_device` in `y`, a result that was computed from the gathered `x`.
 
-    `x` is `[..., rows / n, k]` on each of `n` devices; the returned array is `[..., rows, columns]`.
+    `x` is `[..., rows / n, k]` on each of `n` devices. The returned array is `[..., rows, columns]`.
     """
     batch, rows, columns = math.prod(x.shape[:-2]), x.shape[-2], y.shape[-1]
     return y.reshape(n, batch, rows, columns).swapaxes(0, 1).reshape(*x.shape[:-2], n * rows, columns)

@@ -5,9 +5,9 @@
     y = matmul_reduce_scatter(x, w, "tp")         = psum_scatter(x @ w)        row-parallel layer, rows sharded
     y = matmul_all_reduce(x, w, "tp")             = psum(x @ w)                row-parallel layer, rows whole
 
-Results and derivatives equal the expression on the right, in the operands' type, up to the order of additions. `form`
-selects the implementation: see `form_choice.py` for the forms, `gradients.py` for the residuals. Batch dimensions come
-before rows; each batch element's rows are sharded.
+Results and derivatives are equal to those of the expression on the right, up to the order of additions. They have the
+operands' type. `form` selects the implementation. `form_choice.py` describes the forms, and `gradients.py` the
+residuals. Batch dimensions come before rows; each batch element's rows are sharded.
 """
 
 from collections.abc import Sequence
@@ -33,19 +33,21 @@ def all_gather_matmul(
 def all_gather_matmul(
     x: jax.Array, w: jax.Array | Sequence[jax.Array], axis_name: AxisName, form: str | Form = "auto"
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Gathers the rows of `x` over the devices of an axis and multiplies.
+    """Gathers the rows of `x` over the devices of an axis and multiplies them by `w`.
 
     Args:
       x: `[..., rows / n, k]`, this device's rows.
-      w: `[k, columns]`, or a sequence of such weights, for which `x` is gathered once.
-      axis_name: mesh axis of n devices; a tuple of several axes always uses the monolithic form.
-      form: "auto" for the fastest form by measurement; or one of `FORMS`, its key (such as "hybrid:4"), or a `Form`.
+      w: `[k, columns]`, or a sequence of such weights. For a sequence, `x` is gathered only once.
+      axis_name: mesh axis of n devices. A tuple of several axes always uses the monolithic form.
+      form: "auto" for the fastest form by measurement; or the name of a form (one of `sites.FORMS`), the key of a form
+        (such as "hybrid:4"), or a `Form`.
 
     Returns:
-      `[..., rows, columns]`, rows in the order of devices; a tuple of such products for a sequence of weights.
+      The product `[..., rows, columns]`, with rows in the order of devices. For a sequence of weights, a tuple of such
+      products.
 
     Raises:
-      DhelixError: operands do not fit, the axis does not exist, or the requested form is impossible.
+      DhelixError: the operands do not fit, the axis does not exist, or the requested form is impossible.
     """
     axis_name = _axis(axis_name)
     several = isinstance(w, Sequence)
@@ -57,19 +59,19 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str | Form = "auto") -> jax.Array:
-    """Multiplies and sums over the devices of an axis; each device keeps its rows of the sum.
+    """Multiplies `x` by `w` and sums the products over the devices of an axis. Each device keeps its rows of the sum.
 
     Args:
-      x: `[..., rows, k / n]`, this device's part of the contraction. Rows must be divisible by n.
-      w: `[k / n, columns]`, likewise.
+      x: `[..., rows, k / n]`, this device's part of the contraction. The number of rows must be divisible by n.
+      w: `[k / n, columns]`, this device's part of the contraction.
       axis_name: see `all_gather_matmul`.
       form: see `all_gather_matmul`.
 
     Returns:
-      `[..., rows / n, columns]`.
+      This device's rows of the sum, `[..., rows / n, columns]`.
 
     Raises:
-      DhelixError: as for `all_gather_matmul`, or rows are not divisible by n.
+      DhelixError: as for `all_gather_matmul`, or the number of rows is not divisible by n.
     """
     axis_name = _axis(axis_name)
     x, w = _checked("matmul_reduce_scatter", x, (w,), axis_name)
@@ -84,16 +86,17 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, form:
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str | Form = "auto") -> jax.Array:
-    """Multiplies and sums over the devices of an axis.
+    """Multiplies `x` by `w` and sums the products over the devices of an axis.
 
     Args:
       x: `[..., rows, k / n]`, this device's part of the contraction.
-      w: `[k / n, columns]`, likewise.
+      w: `[k / n, columns]`, this device's part of the contraction.
       axis_name: see `all_gather_matmul`.
-      form: see `all_gather_matmul`. The rings scatter rows in between, so they need rows that are divisible by n.
+      form: see `all_gather_matmul`. The two ring forms scatter rows and gather them again, so the number of rows must
+        be divisible by n.
 
     Returns:
-      `[..., rows, columns]`, the same on all devices.
+      The sum `[..., rows, columns]`, the same on all devices.
 
     Raises:
       DhelixError: as for `all_gather_matmul`.
@@ -106,7 +109,7 @@ def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str
 
 @dataclass(frozen=True)
 class CollectiveMatmuls:
-    """The operations in one form, as models take them: `ManualParallel(collective_matmuls=CollectiveMatmuls())`."""
+    """The three operations in one form. A model gets this object by `ManualParallel(collective_matmuls=...)`."""
 
     form: str | Form = "auto"
 
@@ -126,7 +129,7 @@ class CollectiveMatmuls:
 
 
 def _axis(axis_name: AxisName) -> AxisName:
-    """One axis as its name, even if it was given as a tuple; several axes as a tuple."""
+    """The name of the axis if there is one axis, even if it was given as a tuple. Several axes stay a tuple."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     return names[0] if len(names) == 1 else names
 
@@ -134,7 +137,7 @@ def _axis(axis_name: AxisName) -> AxisName:
 def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """Checks the operands and makes all of them vary over the same mesh axes, like the operands of `lax.dot_general`.
 
-    So JAX, not our derivatives, sums the cotangent of an operand that was replicated over some devices.
+    So if an operand was replicated over some devices, JAX sums its cotangent. The derivatives here need not do so.
     """
     try:
         lax.axis_size(axis_name)

@@ -1,10 +1,10 @@
-"""The local products of collective matmuls, and access to rows. All functions take any number of batch dimensions.
+"""Products on one device, and access to rows, for collective matmuls. Functions take any number of batch dimensions.
 
 Arrays may be sharded over explicit mesh axes that the surrounding `shard_map` leaves out; typically these shard batch
 dimensions.
 
-Products have the operands' type, and XLA accumulates them in float32. A float32 result with a cast would make XLA write
-float32 and cast in a separate kernel.
+Products have the operands' type, and XLA accumulates them in float32. If a product were float32 and cast afterwards,
+XLA would write float32 and cast in a separate kernel.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,10 @@ def with_rows(x: jax.Array, piece: jax.Array, start: jax.Array | int) -> jax.Arr
 
 
 def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Array:
-    """Uninitialized `[..., rows, columns]` with batch and type of `like`. The caller must write every element."""
+    """An uninitialized array `[..., rows, columns]` with the batch dimensions and the type of `like`.
+
+    The caller must write every element.
+    """
     shape = (*like.shape[:-2], rows, like.shape[-1] if columns is None else columns)
     sharding = _explicit_sharding(like)
     if sharding is not None:

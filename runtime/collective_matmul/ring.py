@@ -1,4 +1,4 @@
-"""Rings of `ppermute` with partial matmuls: the next chunk travels while the current chunk is multiplied.
+"""The ring forms: `ppermute` sends chunks around a ring of devices. The next chunk travels during the current matmul.
 
     all_gather_matmul, device 1 of 4         step     0          1          2          3
                                     multiply          x1         x0         x3         x2     -> rows of out
@@ -10,20 +10,20 @@
                                     send on           sum 0      sum 3      sum 2      -      sum 1 is the result
 
 The products and permutes of one step are independent of each other. An optimization barrier between steps makes the
-next step wait for both. Without the barrier XLA runs all permutes first, so that nothing is left to hide them, and
-merges the matmuls of several chunks, because they share `w`.
+next step wait for both. Without the barrier XLA runs all permutes first, so that they overlap with nothing. It also
+merges the matmuls of several chunks, because these share `w`.
 
-`directions`: RING is one ring. BIDIRECTIONAL is two rings, each with half of a chunk's rows, so that both directions of
-a link carry data. Sums travel in the operands' type, as in NCCL. They are added outside of the matmul: a matmul with an
-addend could not start before the addend arrives.
+The argument `directions` says how many rings there are. RING is one ring. BIDIRECTIONAL is two rings, each with half of
+a chunk's rows, so that both directions of a link carry data. Sums travel in the operands' type, as in NCCL. They are
+added outside of the matmul: a matmul with an addend could not start before the addend arrives.
 
-Legality: rows of `x` must be divisible by the axis size (reduce-scatter, all-reduce). Two rings need two rows per
-device.
-Cost: the GEMM in n pieces. All-gather copies each chunk's result to its rows. Reduce-scatter copies each chunk's rows
-out of `x` and adds once. The copies exist because a library's GEMM kernel takes no offset that is known only at run
-time.
-Sources: the rings are from "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023);
-DistFuse, section 3, discusses them on GPUs.
+Legality: for reduce-scatter and all-reduce, the number of rows of `x` must be divisible by the axis size. Two rings
+need two rows per device.
+Cost: the GEMM runs in n pieces. All-gather copies each chunk's result to its rows. Reduce-scatter copies each chunk's
+rows out of `x`, and adds its product to the sum that arrives. The copies exist because a library's GEMM kernel takes no
+offset that is known only at run time.
+Sources: the rings are from "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+DistFuse, section 3, discusses such rings on GPUs.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ BIDIRECTIONAL: Directions = (1, -1)
 
 @dataclass(frozen=True)
 class _Lane:
-    """One ring: rows `start` .. `start + rows` of every chunk travel in `direction`; a chunk has `chunk` rows."""
+    """One ring. Rows `start` .. `start + rows` of every chunk travel in `direction`. A chunk has `chunk` rows."""
 
     axis_name: str
     direction: int
@@ -60,12 +60,15 @@ class _Lane:
     rows: int
 
     def permute(self, piece: jax.Array) -> jax.Array:
-        """Sends to the next device and returns the piece of the previous one."""
+        """Sends `piece` to the next device of the ring, and returns the piece of the previous device."""
         n = lax.axis_size(self.axis_name)
         return lax.ppermute(piece, self.axis_name, [(i, (i + self.direction) % n) for i in range(n)])
 
     def row(self, steps_back: int) -> jax.Array:
-        """The first row, among all rows, of this lane's part of the chunk that comes from `steps_back` devices back."""
+        """The first row of this lane's part of a chunk, among the rows of all devices.
+
+        The chunk belongs to the device that is `steps_back` places back in the ring.
+        """
         n = lax.axis_size(self.axis_name)
         me = lax.axis_index(self.axis_name)
         return lax.rem(me + (-self.direction * steps_back) % n, jnp.int32(n)) * self.chunk + self.start
@@ -93,9 +96,10 @@ def _send(lanes: Sequence[_Lane], pieces: Sequence[jax.Array]) -> Sequence[jax.A
 
 
 def _products(pieces: Sequence[jax.Array], w: jax.Array, transposed: bool) -> tuple[list[jax.Array], jax.Array]:
-    """The product of each piece with `w`, one after the other; and `w`, for later uses.
+    """Multiplies the pieces by `w`, one after the other. Returns the products, and `w` for later uses.
 
-    The barriers keep XLA from merging matmuls that share an operand, which would copy the other operands together.
+    The barriers keep XLA from merging matmuls that share an operand. For a merged matmul, XLA would copy the other
+    operands into one array.
     """
     products: list[jax.Array] = []
     for piece in pieces:
@@ -107,7 +111,10 @@ def _products(pieces: Sequence[jax.Array], w: jax.Array, transposed: bool) -> tu
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, directions: Directions, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (`x [..., rows / n, k]` gathered, times `w`) and gathered `x`, which XLA drops if it has no users."""
+    """Gathers `x [..., rows / n, k]` and multiplies it by `w`. Returns the product and the gathered `x`.
+
+    XLA drops the gathered `x` if it has no users.
+    """
     n, chunk = lax.axis_size(axis_name), x.shape[-2]
     lanes = _lanes(axis_name, chunk, directions)
     held = [rows_of(x, lane.start, lane.rows) for lane in lanes]
@@ -132,10 +139,11 @@ def matmul_reduce_scatter(
     transposed: bool = False,
     beside: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """`xs [..., rows, k / n]`, concatenated, times `w`, summed over the devices.
+    """Concatenates `xs` to `[..., rows, k / n]`, multiplies by `w`, sums over the devices, and scatters the rows.
 
     Returns:
-      This device's rows, `[..., rows / n, columns]`; and `beside`, computed in the first step, which has no permute.
+      This device's rows of the sum, `[..., rows / n, columns]`, and the arrays `beside`. XLA computes `beside` in the
+      first step, which has no permute.
     """
     n = lax.axis_size(axis_name)
     lanes = _lanes(axis_name, xs[0].shape[-2] // n, directions)
@@ -150,9 +158,9 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, directions: Directions) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`.
+    """The sum over devices of `x [..., rows, k / n]` times `w`. Each device gets all rows, `[..., rows, columns]`.
 
-    Runs `matmul_reduce_scatter`, then an all-gather, which overlaps with no matmul.
+    Runs `matmul_reduce_scatter`, and then an all-gather that overlaps with no matmul.
     """
     scattered, _ = matmul_reduce_scatter((x,), w, axis_name, directions)
     return lax.all_gather(scattered, axis_name, axis=rows_axis(scattered), tiled=True, to="invarying")

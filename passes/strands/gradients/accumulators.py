@@ -1,4 +1,4 @@
-"""Finds accumulators: values that loops carry and that other values are added to, whole or slot by slot.
+"""Finds accumulators: values that loops carry and to which other values are added, whole or slot by slot.
 
     zeros -> while micro-batches:                     elements (micro-batches, 0), (layers, 2)
                  while layers:                        values   reads, the slot, slot + g, the update, results
@@ -6,8 +6,9 @@
                      acc[l] = slot + g                zeros    the initial zeros
              -> step(acc)                             ends     step
 
-One closure finds all of it: from an element of a loop's state to its readers, and to the loops before. An accumulator
-may pass through optimization barriers. If its initial value is not zeros, that value counts as added.
+The search starts from an element of a loop's state. It follows the readers of the element, and the earlier loops that
+made its initial value, until it finds nothing new. An accumulator may pass through optimization barriers. If its
+initial value is not zeros, the initial value counts as an added value.
 """
 
 import itertools
@@ -24,11 +25,11 @@ type Use = tuple[Instruction, int]
 
 _HOLDERS = ("while", "opt-barrier")
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
-_TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}  # operands that it sums or slices
+_TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}  # number of summed or sliced operands
 
 
 class Readers:
-    """The users of all values of a module, and the loop of each body. Make it once, before the module changes."""
+    """The users of all values of a module, and the loop of each body. Create one object before the module changes."""
 
     def __init__(self, module: HloModule) -> None:
         self._users = {c: c.users() for c in module.computations}
@@ -59,11 +60,12 @@ class Accumulator:
     Attributes:
       home: the computation that holds the loop where the search starts.
       values: instructions that hold the accumulator or a slot of it.
-      elements: loops and barriers that carry it, with the number of the element.
-      zeros: uses of the zeros that it starts from; others may read these zeros, too.
-      added: uses of the values that are added to it, and of initial values that are not zeros.
-      ends: uses of the sum behind all loops.
-      refusal: why it cannot be rewritten, if so: a loop does more with it than adding to it.
+      elements: loops and barriers that carry the accumulator, each with the number of the element.
+      zeros: uses of the zeros that the accumulator starts from. Other instructions may read these zeros, too.
+      added: uses of the values that are added to the accumulator, and of initial values that are not zeros.
+      ends: uses of the final sum, after all loops.
+      refusal: the reason why the accumulator cannot be rewritten: a loop does more with it than adding to it. None if
+        it can be rewritten.
     """
 
     home: Computation
@@ -76,9 +78,10 @@ class Accumulator:
 
     @property
     def slot_rank(self) -> int:
-        """How many of the last dimensions of every value lie within one slot.
+        """The number of last dimensions that lie within one slot in every value of the accumulator.
 
-        These are all dimensions of a plain array, all but the first of a stack, and those that a reshape keeps.
+        In a plain array, these are all dimensions. In a stack, these are all dimensions except the first. In a reshape,
+        these are the last dimensions that the reshape keeps.
         """
         ranks = [len(value.shape.dimensions) - (value.opcode in _SLICED) for value in self.values]
         return min([*ranks, *(_kept(value) for value in self.values if value.opcode == "reshape")])
@@ -87,7 +90,8 @@ class Accumulator:
 def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
     """The accumulator that element `element` of the state of `loop` belongs to.
 
-    None if it is no floating-point value that is added to zeros, or if something reads a loop's state as a whole.
+    None if the element holds no floating-point numbers, if nothing is added to initial zeros, or if something reads a
+    loop's state as a whole.
     """
     if not shapes.is_floating(loop.shape.tuple_shapes[element]):
         return None
@@ -99,7 +103,7 @@ def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulato
 
 
 def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
-    """The accumulator by which a loop inside a micro-batch stacks or adds up `result`, an element of its state.
+    """The accumulator by which a loop inside a micro-batch stacks or adds up `result`, an element of the loop's state.
 
     Raises PassRefusal if the loop uses that element for anything else.
     """
@@ -110,11 +114,14 @@ def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
 
 
 def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) -> Accumulator:
-    """The closure. It follows values in `home` itself, outside of the loop, only if `outside`."""
+    """Finds the accumulator of state element `element` of `loop`.
+
+    The search follows values outside of `loop`, in the computation that holds it, only if `outside`.
+    """
     found = Accumulator(loop.computation)
     loops: list[Use] = [(loop, element)]
     values: list[Instruction] = []
-    placed: list[Use] = []  # where loops take it: as the initial value, and from the body's root
+    placed: list[Use] = []  # where loops take the accumulator: the initial value, and the body's root
     while loops or values:
         if loops:
             one = loops.pop()
@@ -136,7 +143,7 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
             if user.opcode == "tuple":
                 owners = [o for o in _loops_of(user, readers) if _is_followed(o, found)]
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
-            elif user.opcode == "reshape":  # of slots, between nested loops, if nothing but the accumulator reads it
+            elif user.opcode == "reshape":  # between nested loops; only the accumulator may read the reshape
                 alone = all(_terms(u) or (u.opcode == "tuple" and _loops_of(u, readers)) for u in readers.of(user))
                 values += [user] if alone and (outside or user.computation is not found.home) else []
             elif _terms(user) and (user.computation is not found.home or (outside and _is_followed(user, found))):
@@ -156,7 +163,7 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
 
 
 def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
-    """Whether anything is added to the initial zeros. Not so for residuals, whose slots replace the zeros."""
+    """Whether anything is added to the initial zeros. In a stack of residuals, slots replace the zeros instead."""
     waiting = list(found.zeros)
     seen: set[Use] = set()
     while waiting:
@@ -180,13 +187,13 @@ def given_to(holder: Instruction) -> list[Instruction]:
 
 
 def _is_followed(reader: Instruction, found: Accumulator) -> bool:
-    """Whether `reader` can belong to the accumulator. In `home`, only instructions of strands and barriers can."""
+    """Whether `reader` can belong to the accumulator. In `home`, it must be a barrier or an instruction of a strand."""
     of_strands = reader.op_name.startswith((ALPHA, BETA)) or reader.name.startswith((LAYERS, STRANDS, *SKEWED))
     return of_strands or reader.computation is not found.home or reader.opcode == "opt-barrier"
 
 
 def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruction]:
-    """Reads of one element of a loop or a barrier: behind it, and in the loop's body and condition."""
+    """The reads of one element of `holder`, a loop or a barrier: reads of its result, and in a loop's computations."""
     if any(given.opcode != "tuple" for given in given_to(holder)):
         raise PassRefusal("a loop does not carry gradients in a tuple", holder)
     sources = [holder, *(readers.parameters[called][0] for called in holder.called)]
@@ -194,7 +201,10 @@ def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruct
 
 
 def _from_zeros(value: Instruction) -> list[Instruction]:
-    """The additions to zeros that make `value`, from micro-batches before the loop; empty if it is made otherwise."""
+    """The chain of additions to zeros that makes `value`, in micro-batches before the loop.
+
+    Empty if `value` is made in another way.
+    """
     path: list[Instruction] = []
     while value.opcode != "reshape" and _terms(value):
         path.append(value)
@@ -206,7 +216,10 @@ def _from_zeros(value: Instruction) -> list[Instruction]:
 
 
 def _element_behind(value: Instruction, found: Accumulator, readers: Readers, outside: bool) -> Use | None:
-    """The earlier loop or barrier, or the enclosing loop, whose element `value` is, and the element's number."""
+    """The loop or barrier that `value` is an element of, and the element's number.
+
+    The loop or barrier is an earlier one, or the enclosing loop. None if `value` is not such an element.
+    """
     if value.opcode != "get-tuple-element":
         return None
     source = value.operands[0]
@@ -217,18 +230,18 @@ def _element_behind(value: Instruction, found: Accumulator, readers: Readers, ou
 
 
 def _kept(reshape: Instruction) -> int:
-    """How many of the last dimensions a reshape keeps."""
+    """How many of the last dimensions of its operand `reshape` keeps."""
     pairs = zip(reversed(reshape.shape.dimensions), reversed(reshape.operands[0].shape.dimensions), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _terms(value: Instruction) -> range:
-    """Numbers of the operands that `value` sums or takes slots from."""
+    """The numbers of the operands that `value` sums, or from which it takes slots."""
     return range(_TERMS.get(value.opcode, int(is_sharding_constraint(value))))
 
 
 def _check(found: Accumulator, readers: Readers) -> None:
-    """Finds `ends`. Raises PassRefusal if anything in a loop reads the sum other than to add to it."""
+    """Fills `found.ends`. Raises PassRefusal if a loop uses the sum for anything else than adding to it."""
     for value in found.values:
         first, *rest = value.operands or (value,)
         if value.opcode in _SLICED:

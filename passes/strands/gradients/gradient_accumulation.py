@@ -1,4 +1,4 @@
-"""Adds each layer's gradient to the accumulator where it is made, instead of stacking all layers first.
+"""Adds each layer's gradient to the accumulator inside the layer loop. So the loop need not stack all gradients first.
 
 Before:                                         After:
     grads = zeros[L, ...]                           acc enters the layer loop:
@@ -6,23 +6,24 @@ Before:                                         After:
     acc = acc + convert(grads)
 
 Contract
-    Consumes  a layer loop of strand alpha with a stack of gradients. The loop writes every slot once. Only the addition
-              to an accumulator reads the stack, and the accumulator does not depend on the loop. The steps between
-              stack and addition may be: elementwise operations with values that do not depend on the loop (a
-              conversion, a weight, weight decay), all-reduces, and either reshapes or sharding constraints that do not
-              split the stack between layers. In nested loops, such as groups of layers, the outer loop takes the
-              accumulator.
-    Makes     the accumulator a state element of the loop. The stack is gone; the steps are applied to each slot. A
-              constraint that leaves a sum over devices open (`unreduced`) is repeated on the slots and on the
-              accumulator, because no partitioner infers it.
-    Leaves    every other stack. A stack of open sums also stays if its steps are more than conversions, constant
-              factors, all-reduces and constraints. A constraint that splits a stack between layers gets a note.
+    Consumes  a layer loop of strand alpha with a stack of gradients. The loop writes every slot once. The stack is used
+              only in an addition to an accumulator, which does not depend on the loop. Between the stack and the
+              addition, there may be elementwise operations (such as a conversion, a factor or weight decay) and
+              all-reduces. Other operands of these operations must not depend on the loop. There may also be either
+              reshapes, or sharding constraints that do not split the stack between layers. In nested loops, such as
+              loops over groups of layers, the outer loop takes the accumulator.
+    Makes     the accumulator a state element of the loop, and removes the stack. The operations between stack and
+              addition are applied to each slot. A constraint that leaves a sum over devices open (`unreduced`) is
+              repeated on the slots and on the accumulator, because no partitioner infers such a constraint.
+    Leaves    every other stack. A stack of open sums also stays if there are other operations than conversions,
+              negations, constant factors, all-reduces and constraints. A constraint that splits a stack between layers
+              gets a note.
 
-Why it is legal: every slot is written exactly once (index table of the proved loop counter). So each element of the
+Why it is legal: the proved loop counter shows that every slot is written exactly once. So each element of the
 accumulator gets the same single addition of the same two numbers as before, and results are equal to the last bit. The
-initial contents of the stack never show.
-Cost: none. It saves the memory of one stack of gradients, which would be alive together with the other strand's logits,
-and three passes over it (zeros, write, read) per micro-batch.
+initial contents of the stack do not matter, because every slot is overwritten.
+Cost: none. The pass saves the memory of one stack of gradients, which would be alive together with the other strand's
+logits. It also saves three passes over this memory per micro-batch: zeros, write and read.
 """
 
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ class _Sum:
 
     @property
     def open(self) -> Instruction | None:
-        """The constraint that leaves a sum over devices open, if any."""
+        """The constraint among the steps that leaves a sum over devices open; None if there is none."""
         return next((step for step in self.steps if leaves_open(step)), None)
 
 
 @dataclass(frozen=True)
 class GradientAccumulation:
-    """No options."""
+    """This pass has no options."""
 
     name = "gradient-accumulation"
     stage = Stage.LOWERED
@@ -76,7 +77,7 @@ class GradientAccumulation:
 def accumulate(computation: Computation, context: PassContext, strand: str = "") -> bool:
     """Adds gradients to their accumulators inside the layer loops of one computation.
 
-    Only stacks of gradients of `strand` count; if `strand` is empty, all of them.
+    Only stacks of gradients of `strand` count; if `strand` is empty, all stacks of gradients count.
 
     Returns whether anything changed.
     """
@@ -117,7 +118,7 @@ def _sums(loop: Instruction, strand: str) -> list[_Sum]:
 
 
 def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) -> bool:
-    """Whether `write` writes each slot along dimension 0 whole and once, and the loop does not read the stack."""
+    """Whether `write` writes each whole slot along dimension 0 once, and nothing else in the loop uses the stack."""
     users, root = loop.body.users(), loop.body.root
     reads = [r for r, k in loop.reads.items() if k == element]
     if len(reads) != 1:
@@ -137,21 +138,24 @@ def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) ->
 
 
 def _behind_open(value: Instruction) -> Instruction:
-    """The value behind constraints that leave a sum open; `value` itself if there are none."""
+    """Follows `value` back through constraints that leave a sum open. Returns the first value that is none of these."""
     while leaves_open(value):
         value = value.operands[0]
     return value
 
 
 def _before_open(value: Instruction, users: Users) -> Instruction:
-    """The last in a chain of constraints on `value` that leave a sum open and are its only readers."""
+    """The last of the constraints that follow `value` and leave its sum open; `value` itself if there are none.
+
+    Each constraint must be the only reader of the value before it.
+    """
     while len(users[value]) == 1 and leaves_open(users[value][0]):
         value = users[value][0]
     return value
 
 
 def _without_split(sums: list[_Sum]) -> tuple[list[_Sum], list[Instruction]]:
-    """The sums without a constraint that splits the stack between layers, and those constraints of the others."""
+    """The sums that no constraint splits between layers, and the constraints that split the other sums."""
     splitting = {one.element: [s for s in one.steps if splits_first(s)] for one in sums}
     return [one for one in sums if not splitting[one.element]], [s for found in splitting.values() for s in found]
 
@@ -171,7 +175,11 @@ def _addition(
 
 
 def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
-    """The first addition to an element of an earlier tuple (loop or micro-batch); else the first addition at all."""
+    """The addition of `result` to an accumulator; None if there is none.
+
+    If there are several additions, the first one to an element of an earlier tuple counts: the tuple is the state of a
+    loop or of a micro-batch. If there is no addition to such an element, the first addition of all counts.
+    """
     found: _Sum | None = None
     steps: list[Instruction] = []
     value = result
@@ -185,21 +193,22 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
                 return _Sum(element, write, result, user, others[0], tuple(steps))
         kinds = {"reshape" if s.opcode == "reshape" else "constraint" for s in (*steps, user) if not _is_plain(s)}
         if not (_is_step(user) and after.isdisjoint(others)) or len(kinds) > 1:
-            break  # a constraint behind a reshape names other dimensions than the stack has
+            break  # a constraint after a reshape names other dimensions than the stack has
         steps.append(user)
         value = user
     return found
 
 
 def _is_step(user: Instruction) -> bool:
-    """Whether `user` applied to a stack does to each slot what it would do to the slot alone."""
+    """Whether `user`, applied to a stack, does the same to each slot as if it were applied to the slot alone."""
     return _is_plain(user) or user.opcode == "reshape" or is_sharding_constraint(user)
 
 
 def _keeps_open(step: Instruction) -> bool:
     """Whether `step` may stand between an open sum over devices and its accumulator.
 
-    Such a step reads no array from before the loop except constant-filled ones, so the loop need not carry any.
+    Such a step reads no array from before the loop, except constant-filled arrays. So the loop carries no additional
+    array.
     """
     numbers = [o for o in step.operands if is_constant(o)]
     scales = step.opcode in ("multiply", "divide") and len(numbers) == 1
@@ -238,7 +247,7 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
 
 
 class _Slots:
-    """Makes, in the loop's body, the slots of outside values that belong to the gradient written in that iteration."""
+    """Makes, in the loop's body, slots of values from outside: the slots of the layer whose gradient is written."""
 
     def __init__(self, loop: Instruction, one: _Sum) -> None:
         self._loop = loop
@@ -265,18 +274,21 @@ class _Slots:
         return self.read(self.carried(self.stack(value))[0])
 
     def done(self, step: Instruction, operands: list[Instruction]) -> Instruction:
-        """`step` applied to slots."""
+        """A copy of `step` that is applied to the slots `operands`."""
         made = self._body.copy(step, operands)
         made.proto.shape.CopyFrom(_like(self._slot.shape, step.shape))
         return made
 
     def stack(self, value: Instruction) -> Instruction:
-        """`value` before the loop, reshaped to the shape of the stack."""
+        """`value`, reshaped before the loop to the dimensions of the stack."""
         shape = _like(self._stack, value.shape)
         return value if shapes.same(shape, value.shape) else self._outside.make("reshape", shape, [value])
 
     def carried(self, value: Instruction, changes: bool = False) -> tuple[Instruction, int]:
-        """The body's read of a state element that starts as `value`, and the element's number."""
+        """The body's read of a state element with the initial value `value`, and the number of the element.
+
+        The element is a new one if the loop `changes` it, or if no loop-invariant element starts as `value`.
+        """
         if not changes:
             whole = WhileLoop(self._loop)
             for read, k in whole.reads.items():

@@ -1,11 +1,12 @@
-"""Moves the all-reduces of gradients that a shard_map writes from each micro-batch to behind the last one.
+"""Moves all-reduces of gradients behind the loop over micro-batches. The program itself wrote them, in a shard_map.
 
     acc[l] += steps(all-reduce(g))      ->      acc[l] += steps(g)      ...      all-reduce(acc)
 
 Why it is legal: an all-reduce of a sum is the sum of all-reduces. Between the all-reduce and the accumulator there may
 be only steps that move elements, scale them by a constant, or convert them to another floating-point precision.
-The final all-reduce is applied to the accumulator. It uses the widest type in which the program reduces its gradients,
-or the accumulator's type if that is float16. An all-reduce that has other readers stays for these.
+The final all-reduce is applied to the accumulator. It uses the widest type in which the program reduces the gradients
+of this accumulator. If that type is float16, it uses the accumulator's type. An all-reduce that has other readers, too,
+stays for these readers.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Reduced:
     """An all-reduce whose result is added to an accumulator.
 
     Attributes:
-      use: the addition to the accumulator.
+      use: the addition to the accumulator, with the number of the operand that is added.
       collective: the all-reduce.
       steps: the operations from the all-reduce to `use`, in order.
     """
@@ -39,7 +40,10 @@ class Reduced:
 
 
 def reduced(one: Accumulator) -> list[Reduced]:
-    """The all-reduces of all values that are added to `one`; empty unless all are reduced over the same devices."""
+    """The all-reduces of all values that are added to `one`.
+
+    Empty unless every added value comes from an all-reduce, and all these all-reduces are over the same devices.
+    """
     found = [_reduced(use) for use in one.added]
     every = [each for each in found if each is not None]
     if len(every) < len(found) or len({str(device_groups(each.collective)) for each in every}) != 1:
@@ -70,7 +74,7 @@ def _reduced(use: Use) -> Reduced | None:
 
 
 def move_behind(one: Accumulator, found: list[Reduced]) -> None:
-    """Adds each device's own part to the accumulator, and all-reduces the accumulator for its readers."""
+    """Adds each device's own part to the accumulator, and all-reduces the accumulator for its final readers."""
     for each in found:
         reader, number = each.use
         builder = Builder(reader.computation)
@@ -92,7 +96,7 @@ def move_behind(one: Accumulator, found: list[Reduced]) -> None:
 def _all_reduce(like: Instruction, value: Instruction) -> Instruction:
     builder = Builder(value.computation)
     kept = like.shape.element_type
-    if kept == shapes.F16:  # its range may be too small for a sum over micro-batches
+    if kept == shapes.F16:  # the range of float16 may be too small for a sum over micro-batches
         kept = value.shape.element_type
     narrow = shapes.array(kept, value.shape.dimensions)
     part = builder.make("convert", narrow, [value])

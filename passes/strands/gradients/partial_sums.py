@@ -1,13 +1,14 @@
-"""Finds values that are sums over devices, of which each device could compute and keep its own part.
+"""Finds values that are sums over devices: each device could compute its own part of the sum and keep it.
 
     dw = dot(x, dy)      x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp"
 
-is a sum over "dp". So are the results of operations that distribute over a sum: transposing, reshaping, converting,
-scaling, selecting by a condition, adding another such sum, and stacking or adding up such sums in a loop. A term that
-is no such sum (weight decay) must count once, so it goes into the first replica's part.
+This `dw` is a sum over "dp". Results of operations that distribute over a sum are sums over "dp", too: transposing,
+reshaping, converting, scaling, selecting by a condition, adding another sum over "dp", and stacking or adding up such
+sums in a loop. A term that is not a sum over "dp" (such as weight decay) must count once. So it is added to the first
+replica's part only.
 
-Legality assumes nothing about the partitioner: `parts.py` rewrites any sum as parts that add up to it. Shardy's
-propagation of the program's shardings decides which axes pay.
+Legality assumes nothing about the partitioner: `parts.py` rewrites any sum as parts that add up to the sum. Shardy
+propagates the program's shardings. The result decides for which axes a rewrite saves communication.
 """
 
 import math
@@ -29,7 +30,7 @@ _FACTORS = frozenset("multiply divide".split())
 _TERMS = {"add": slice(None), "subtract": slice(None), "concatenate": slice(None), "select": slice(1, None)}
 
 type Summed = tuple[tuple[int, ...], Axes]
-"""The numbers of a summed dimension, one per operand that has it, and the axes that it is split over."""
+"""A summed dimension: its number in each operand that has it, and the mesh axes that it is split over."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Partial:
     """A value as a sum of parts.
 
     Attributes:
-      axes: mesh axes over which it is a sum, in the mesh's order.
-      element_type: the widest type in which it is summed, as XLA's number of the type; None for zeros.
+      axes: mesh axes over which the value is a sum, in the mesh's order.
+      element_type: the widest type in which the value is summed, as XLA's number of the type; None for zeros.
     """
 
     axes: Axes
@@ -46,10 +47,11 @@ class Partial:
 
 
 class PartialSums:
-    """Which values of a program are sums over which axes. Make it once, before the module changes.
+    """Decides which values of a program are sums, and over which axes. Create one object before the module changes.
 
     Args:
-      carried: loop elements of the accumulators of whole steps. An accumulator within one micro-batch has none of them.
+      carried: the loop elements of accumulators that last for a whole step. An accumulator within one micro-batch must
+        not use any of these elements.
     """
 
     def __init__(self, known: Propagated, readers: Readers, carried: Collection[Use]) -> None:
@@ -61,7 +63,7 @@ class PartialSums:
         self._made_by_loops: dict[Instruction, Accumulator] = {}
 
     def of(self, value: Instruction) -> Partial:
-        """`value` as a sum of parts. Raises PassRefusal with the reason if it is none."""
+        """`value` as a sum of parts. Raises PassRefusal with the reason if `value` is no such sum."""
         if value not in self._found:
             try:
                 self._found[value] = self._of(value)
@@ -73,7 +75,7 @@ class PartialSums:
         return found
 
     def axes(self, value: Instruction) -> Axes:
-        """The axes over which `value` is a sum; empty if it is none."""
+        """The axes over which `value` is a sum; empty if `value` is no sum."""
         try:
             return self.of(value).axes
         except PassRefusal:
@@ -88,7 +90,7 @@ class PartialSums:
         return self._made_by_loops[result]
 
     def of_accumulator(self, one: Accumulator) -> Partial:
-        """`one` as a sum, over the axes over which all added values are sums and the accumulator is not split."""
+        """The accumulator `one` as a sum. Its axes are common to all added values, and do not split the accumulator."""
         found = self._joined(one.added)
         split = {axis for value in one.values for over in self.known.of(value) or () for axis in over}
         return Partial(self._ordered(set(found.axes) - split), found.element_type)
@@ -129,10 +131,11 @@ class PartialSums:
         return Partial(self._ordered({axis for _, split in summed for axis in split}), value.shape.element_type)
 
     def _joined(self, terms: Sequence[Use]) -> Partial:
-        """The sum of terms that are added up or concatenated.
+        """The value that is made by adding up or concatenating terms, as a sum of parts.
 
-        The axes are those of the first sum among the terms, reduced to those of later sums that share any of them. All
-        other terms stay whole. Only the first replica keeps them, so axes over which they are split are left out.
+        Its axes start as the axes of the first term that is a sum. Each later sum that shares some of these axes
+        reduces them to the shared axes. All other terms stay whole, and only the first replica keeps whole terms. So
+        axes that split a whole term are left out.
         """
         axes, types = set(self.known.axes), set[int]()
         refusals, whole = list[PassRefusal](), list[Use]()
@@ -163,7 +166,7 @@ class PartialSums:
         return Partial(self._ordered(axes), widest)
 
     def _scaled(self, value: Instruction) -> Partial:
-        """A product or a quotient. Either factor may be the sum; in a quotient only the dividend."""
+        """A product or a quotient as a sum of parts. One factor must be a sum; in a quotient, the dividend must be."""
         refusals: list[PassRefusal] = []
         for number, factor in enumerate(value.operands[: 1 if value.opcode == "divide" else 2]):
             try:
@@ -184,8 +187,8 @@ class PartialSums:
 def summed_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
     """The dimensions that a dot or a reduction sums over.
 
-    Raises PassRefusal if the operands of a dot are split differently, if their sharding is unknown, or if the reduction
-    is no sum that starts from zero.
+    Raises PassRefusal if the operands of a dot are split differently, if the sharding of an operand is unknown, or if
+    the reduction is not a sum that starts from zero.
     """
     if value.opcode == "reduce":
         if not (combines_by(value) == "add" and is_zero(value.operands[1])):
@@ -210,8 +213,8 @@ def summed_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
 def scattered_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
     """The dimensions along which a scatter adds rows to zeros, as in the gradient of an embedding.
 
-    Returns for each its number in the indices, its number in the updates, and the axes that the updates are split over.
-    Raises PassRefusal if it is another kind of scatter, or if the updates' sharding is unknown.
+    For each dimension, returns its number in the indices, its number in the updates, and the axes that split it in the
+    updates. Raises PassRefusal if `value` is another kind of scatter, or if the updates' sharding is unknown.
     """
     numbers = value.proto.scatter_dimension_numbers
     if (
@@ -235,7 +238,9 @@ def _evenly(split: Axes, operand: Instruction, dimension: int, known: Propagated
 
 
 def keeps_sums(convert: Instruction) -> bool:
-    """Whether the converted parts add up to the converted sum except for rounding: both types are floating-point types
-    of 16 bits or more."""
+    """Whether converted parts add up to the converted sum, except for rounding.
+
+    This holds if both types are floating-point types of 16 bits or more.
+    """
     types = {convert.shape.element_type, convert.operands[0].shape.element_type}
     return types <= {shapes.F16, shapes.BF16, shapes.F32, shapes.F64}

@@ -2,20 +2,22 @@
 
     dw = dot(x, dy)     x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp" of 4 devices
 
-becomes, in parts,
+In parts, this becomes
 
     x'  = reshape(x)    [4, b/4, s, k];  dy' likewise
     dw' = dot(x', dy')  [4, k, n], the 4 a batch dimension, split over "dp"
 
-and `dw` is the sum of `dw'` along its first dimension. Operations on `dw` (`partial_sums.py`) are applied to the parts.
-In an accumulator, the parts lie along a dimension of their own, behind the dimension of a stack's slots.
+Then `dw` is the sum of `dw'` along its first dimension. Operations on `dw` (`partial_sums.py`) are applied to the
+parts. In an accumulator, the parts lie along an additional dimension. In a stack, this dimension follows the dimension
+of the slots.
 
-Legality assumes nothing about the partitioner: the parts add up to the sum whatever is split. If `b` is split as
-propagation says, every device computes its own part without communication.
+Legality assumes nothing about the partitioner: the parts add up to the sum, however arrays are split. If `b` is split
+as propagation says, every device computes its own part without communication.
 
-Why it is legal: a sum over b becomes a sum over b/4 and a sum over 4. Floating-point sums associate differently, as
-they do when a partitioner splits b. A product is split along one of its factors; a select or a concatenate is split
-term by term. Any value is the sum of itself and zeros.
+Why it is legal: a sum over b becomes a sum over b/4 and a sum over 4. Floating-point additions are grouped differently,
+as they are when a partitioner splits b. The parts of a product are the parts of one factor, each times the other
+factor. The parts of a select or a concatenate consist of the parts of its operands. Any other value is the sum of
+itself and zeros, so its first part is the value and all other parts are zeros.
 """
 
 import math
@@ -40,10 +42,10 @@ _FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
 class Parts:
-    """Makes parts of values, next to the instructions that make the whole values, and opens accumulators.
+    """Makes parts of values, in the computations that make the whole values. Rewrites accumulators to hold parts.
 
     Args:
-      sums: the sums of the program, which all its `Parts` share.
+      sums: the sums of the program; all `Parts` of the program share this object.
       axes: the mesh axes over which sums stay open.
     """
 
@@ -53,11 +55,11 @@ class Parts:
         self.axes = axes
         self.count = math.prod(self.known.axes[axis] for axis in axes)
         self._made: dict[Instruction, Instruction] = {}
-        self._open: dict[Instruction, int] = {}  # values of opened accumulators -> their dimension of replicas
-        self._closed: dict[Instruction, Instruction] = {}  # final sums -> the accumulator values that they sum
+        self._open: dict[Instruction, int] = {}  # values of opened accumulators -> dimension of replicas
+        self._closed: dict[Instruction, Instruction] = {}  # final sums -> accumulator values that are summed
 
     def open(self, one: Accumulator, partial: Partial) -> None:
-        """Rewrites an accumulator: (1) added values, (2) loop state and values that hold it, (3) zeros, (4) readers.
+        """Rewrites an accumulator to hold parts: (1) added values, (2) loop state and values, (3) zeros, (4) readers.
 
         Args:
           partial: the accumulator as a sum (`PartialSums.of_accumulator`).
@@ -94,7 +96,7 @@ class Parts:
             reader.operands[number] = sums[value]
 
     def of(self, value: Instruction) -> Instruction:
-        """The parts of `value`: [replicas, *shape of `value`], in the same computation. They add up to `value`."""
+        """The parts of `value`, as an array [replicas, *shape of `value`] in the same computation."""
         value = self._closed.get(value, value)
         if value not in self._made:
             made = self._of(value)
@@ -135,7 +137,7 @@ class Parts:
         return self._alike(builder, value, operands)
 
     def zeros(self, whole: Instruction, at: int = 0) -> Instruction:
-        """The parts of the zeros `whole`, with the replicas along dimension `at`."""
+        """The parts of the array of zeros `whole`, with the replicas along dimension `at`."""
         builder = Builder(whole.computation)
         made = builder.make("broadcast", with_dimension(whole.shape, at, self.count), whole.operands)
         return self.placed(builder, made, at=at)
@@ -168,7 +170,10 @@ class Parts:
     def placed(
         self, builder: Builder, value: Instruction, split: Sequence[Over] | None = None, at: int = 0
     ) -> Instruction:
-        """`value` with dimension `at` split over the replicas, and the others as in `split`, or left to propagation."""
+        """`value` with a sharding constraint that splits dimension `at` over the replicas.
+
+        The other dimensions are split as `split` says. Without `split`, propagation decides how they are split.
+        """
         dimensions: list[Over] = list(split) if split is not None else [None] * (_rank(value) - 1)
         dimensions.insert(at, self.axes)
         return constrained(builder, value, dimensions, self.known.mesh, self.known.axes)
@@ -178,7 +183,7 @@ class Parts:
         return builder.make("broadcast", shape, [value], dimensions=range(1, 1 + _rank(value)))
 
     def _alike(self, builder: Builder, value: Instruction, operands: list[Instruction]) -> Instruction:
-        """The operation of `value` applied to each part: `operands` have the replicas as their first dimension."""
+        """Applies the operation of `value` to each part. The first dimension of `operands` holds the replicas."""
         made = builder.copy(value, operands)
         made.proto.shape.CopyFrom(with_dimension(value.shape, 0, self.count))
         moved = [d + 1 for d in value.proto.dimensions]
@@ -228,7 +233,7 @@ class Parts:
         return self._joined(builder, made, value)
 
     def _scatter(self, builder: Builder, value: Instruction) -> Instruction:
-        """A scatter that adds rows to the zeros of their own replica: the replicas are batching dimensions."""
+        """The parts of a scatter: each replica adds its own rows to its own zeros. Replicas are batching dimensions."""
         summed = scattered_dimensions(value, self.known)
         indices, of_indices, index_replicas = self._taken_apart(builder, value, 1, [((0, *d), s) for d, s in summed])
         updates, of_updates, _ = self._taken_apart(builder, value, 2, [((0, *d), s) for d, s in summed])
@@ -252,10 +257,11 @@ class Parts:
     def _taken_apart(
         self, builder: Builder, value: Instruction, side: int, summed: list[Summed]
     ) -> tuple[Instruction, dict[int, list[int]], list[int]]:
-        """Reshapes an operand so that its summed dimensions are cut by the axes that they are split over.
+        """Reshapes operand number `side`, so that each mesh axis that splits a summed dimension gets its own dimension.
 
         Returns:
-          The reshaped operand, the new dimensions of each old one, and the new dimension of each of `axes`, in order.
+          The reshaped operand, the numbers of the new dimensions by old dimension, and the number of the new dimension
+          of each axis in `self.axes`.
         """
         operand = value.operands[side]
         cut = {dims[side]: split for dims, split in summed if not set(split).isdisjoint(self.axes)}
@@ -271,7 +277,7 @@ class Parts:
                 sizes.append(self.known.axes[axis])
             sizes.append(size)
             places[number] = list(range(first, len(sizes)))
-        assert set(replicas) == set(self.axes)  # `value` is a sum over all of them (`_of`)
+        assert set(replicas) == set(self.axes)  # `value` is a sum over all axes (`_of`)
         apart = builder.make("reshape", shapes.array(operand.shape.element_type, sizes), [operand])
         return apart, places, [replicas[axis] for axis in self.axes]
 
@@ -286,8 +292,11 @@ class Parts:
 
 
 def _summed_in(widest: int | None) -> int:
-    """The type in which parts are added up: bfloat16 or float64 if that is the widest type in which the program sums
-    over devices, else float32. Not float16: a sum over micro-batches may exceed its range."""
+    """The type in which parts are added up.
+
+    It is the widest type in which the program sums over devices, if that type is bfloat16 or float64. Otherwise it is
+    float32. It is never float16, because a sum over micro-batches may exceed the range of float16.
+    """
     return widest if widest in (shapes.BF16, shapes.F64) else shapes.F32
 
 
@@ -297,14 +306,14 @@ def _give(values: list[tuple[Use, Instruction]]) -> None:
 
 
 def _widen(shape: Any, rank: int, count: int) -> int:
-    """Inserts a dimension of `count` replicas before the last `rank` dimensions of `shape`. Returns its number."""
+    """Inserts a dimension of size `count` before the last `rank` dimensions of `shape`. Returns its number."""
     at = len(shape.dimensions) - rank
     shape.CopyFrom(with_dimension(shape, at, count))
     return at
 
 
 def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
-    """The sum of `value` along dimension `at`, added up in type `element_type`; it has the type of `value`."""
+    """The sum of `value` along dimension `at`, added up in `element_type` and converted to the type of `value`."""
     builder = Builder(value.computation)
     sizes = list(value.shape.dimensions)
     del sizes[at]

@@ -1,4 +1,4 @@
-"""Keeps gradients' sums over replicas open until after the last micro-batch, under automatic sharding.
+"""Sums gradients over replicas once, after the last micro-batch, under automatic sharding.
 
 Before, with the batch split over "dp", as the partitioner reads it:      After:
     acc = zeros[L, ...]                                                       acc = zeros[L, R, ...]   R split over "dp"
@@ -9,23 +9,24 @@ Before, with the batch split over "dp", as the partitioner reads it:      After:
 In a shard_map, the program writes its own all-reduces; `late_reductions` moves these.
 
 Contract
-    Consumes  accumulators of two strands (`accumulators.py`). The added gradients are sums over replicas
-              (`partial_sums.py`), which `parts.py` rewrites as parts, or results of all-reduces. `strand_duplication`
-              and `gradient_accumulation` ran before.
-    Makes     accumulators with one more dimension R, one part per replica. R is split over the axes that the gradients
-              are summed over and the accumulator is not split over. After the last loop, the parts are summed over R,
-              in the type in which the program sums over replicas (float32 instead of float16).
-    Leaves    other gradients (made by custom calls, or read between micro-batches), with the reason. XLA may still move
-              their all-reduces out of loops. Also leaves programs with several Shardy meshes, and programs lowered for
-              GSPMD whose tiles form no mesh, with the reason.
+    Consumes  accumulators of two strands (`accumulators.py`). The gradients that are added to them are sums over
+              replicas (`partial_sums.py`) or results of all-reduces. `parts.py` rewrites the sums as parts. The passes
+              `strand_duplication` and `gradient_accumulation` must run before this pass.
+    Makes     accumulators with one more dimension R, which holds one part per replica. R is split over the axes that
+              the gradients are summed over, except axes that already split the accumulator. After the last loop, the
+              parts are summed over R, in the type in which the program sums over replicas (float32 instead of float16).
+    Leaves    other gradients, with the reason. Examples are gradients that custom calls make, or that are read between
+              micro-batches. XLA may still move their all-reduces out of loops. The pass also leaves programs with
+              several Shardy meshes, and programs that were lowered for GSPMD if their tiles form no mesh.
 
-Why it is legal: at all times the accumulator is the sum of its parts. Zeros are, and each sum is added part by part.
-Only the order of additions changes: over micro-batches first, over replicas last. Sharding never changes the values;
-propagation (`passes/analysis/propagation.py`) only decides what pays.
-Cost: no memory, since each device holds one part, of the size of the whole accumulator. It does one all-reduce per
-accumulator and step, instead of one per micro-batch. XLA's while-loop-all-reduce-code-motion does the same for simple
-loops, but needs one more accumulator per loop that it leaves, which takes much memory when strands nest loops.
-Not in DHelix; Megatron's gradient accumulation does it by hand.
+Why it is legal: at all times the parts add up to the accumulator. This is true of the initial zeros, and each sum is
+added part by part. Only the order of additions changes: over micro-batches first, over replicas last. Sharding never
+changes the values. Propagation (`passes/analysis/propagation.py`) only decides which sums are worth a rewrite.
+Cost: no memory, since each device holds one part, which has the size of the whole accumulator. A step does one
+all-reduce per accumulator, instead of one per micro-batch. XLA's pass while-loop-all-reduce-code-motion does the same
+for simple loops. But it adds one accumulator for each loop from which it moves an all-reduce. This takes much memory if
+loops are nested, as in strands.
+The DHelix paper does not describe this rewrite. Megatron's hand-written gradient accumulation does the same.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from dhelix.passes.strands.gradients.parts import Parts
 
 @dataclass(frozen=True)
 class ReplicaSums:
-    """No options."""
+    """This pass has no options."""
 
     name = "replica-sums"
     stage = Stage.LOWERED
@@ -93,8 +94,8 @@ class ReplicaSums:
 def _accumulators(loop: Instruction, readers: Readers) -> list[Accumulator]:
     """The accumulators of `loop`, in the order of its state elements.
 
-    Each is listed once, even if several elements carry it. An accumulator that is added to another one is part of that
-    one and is left out.
+    Each accumulator is listed once, even if several elements carry it. An accumulator that is added to another
+    accumulator is a part of the other one, so it is left out.
     """
     found = (accumulator(loop, element, readers) for element in range(len(loop.shape.tuple_shapes)))
     every = [one for one in found if one is not None]
@@ -125,7 +126,7 @@ def _propagated(module: HloModule, context: PassContext) -> Propagated:
 
 
 def _by_hand(module: HloModule) -> set[Computation]:
-    """The bodies of shard_maps and everything that they call."""
+    """The bodies of shard_maps, and all computations that these bodies call."""
     found: set[Computation] = set()
     for call in [i for c in module.computations for i in c.instructions if i.opcode == "call" and is_manual(i)]:
         found.update(called for i in graph.walk(call.called[0]) for called in i.called)
@@ -134,9 +135,9 @@ def _by_hand(module: HloModule) -> set[Computation]:
 
 
 def _partial(one: Accumulator, sums: PartialSums) -> Partial:
-    """`one` as a sum, over axes of more than one device.
+    """The accumulator `one` as a sum over mesh axes of more than one device.
 
-    Raises PassRefusal if it cannot be one, or if the program itself keeps the sum open (`unreduced`) after the loop.
+    Raises PassRefusal if it is no such sum, or if the program itself keeps the sum open (`unreduced`) after the loop.
     """
     behind = graph.descendants(one.home, [reader for reader, _ in one.ends])
     if any(leaves_open(value) for value in behind):
@@ -148,7 +149,7 @@ def _partial(one: Accumulator, sums: PartialSums) -> Partial:
     except PassRefusal:
         if one.refusal is None:
             raise
-        return Partial((), None)  # no sum, and read in each micro-batch: it is no gradient
+        return Partial((), None)  # `one` is no sum, and it is read in each micro-batch, so it is no gradient
     return replace(found, axes=tuple(axis for axis in found.axes if sums.known.axes[axis] > 1))
 
 

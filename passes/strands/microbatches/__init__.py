@@ -1,1 +1,1 @@
-"""Finds or makes the loop over micro-batches of a step, or reports why there is none."""
+"""Finds or makes the loop over micro-batches of a step, or reports why the step has no such loop."""

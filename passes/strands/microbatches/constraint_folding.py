@@ -8,21 +8,22 @@ Before, as JAX lowers a step on a mesh of explicit axes:      After:
         new   = constraint(dynamic-update-slice(stack, b, l), S)      new   = dynamic-update-slice(stack, b, l)
 
 In such programs a constraint follows every operation, so passes recognize no counter, stack of residuals or
-accumulator. `microbatch_loops.partitions` runs this first.
+accumulator. `microbatch_loops.partitions` calls `fold_constraints` before other passes run.
 
 Contract
-    Consumes  constraints that repeat what is known of their operand. This is known of scalars, which are never split;
-              of other constraints; of results of calls; of loop-carried values that the loop only moves or adds to,
-              from their initial value; and of slices and updates of these, also with dimensions of one element added
-              or removed.
+    Consumes  constraints that repeat the known sharding of their operand. Scalars have a known sharding, because they
+              are never split. So do results of other constraints, and results of calls. For a loop-carried value, the
+              initial value tells the sharding, if the loop only moves the carried value or adds to it. Slices and
+              updates of values with a known sharding have a known sharding, too. So do reshapes of such values that
+              only add or remove dimensions of size 1.
     Makes     the operand in place of the constraint.
-    Leaves    all other constraints: for example, one that gathers weights before a product, one that says where a
-              product is summed, or one that keeps a sum over devices open (`unreduced`). Without the last one, the
-              partitioner would close the sum there.
+    Leaves    all other constraints. Examples are constraints that gather weights before a product, that say where a
+              product is summed, or that keep a sum over devices open (`unreduced`). If a constraint of the last kind
+              were removed, the partitioner would close the sum there.
 
 Why it is legal: a constraint returns its operand. The partitioner propagates the known sharding along the same edges,
 from the constraint that stays.
-Cost: linear in instructions. No paper: it undoes a pattern of JAX's lowering.
+Cost: time linear in the number of instructions. No paper describes this pass, which undoes a pattern of JAX's lowering.
 """
 
 from collections.abc import Collection
@@ -34,7 +35,7 @@ from dhelix.passes.hlo.edit import replace_all_uses
 
 
 def fold_constraints(module: HloModule) -> int:
-    """Removes the redundant constraints of `module`. Returns how many."""
+    """Removes the redundant constraints of `module`. Returns the number of removed constraints."""
     stay = {i for computation in module.computations for i in graph.tied(computation)}
     every = (i for computation in module.computations for i in computation.instructions)
     left = [i for i in every if is_sharding_constraint(i) and i not in stay]
@@ -46,7 +47,7 @@ def fold_constraints(module: HloModule) -> int:
             break
         for computation in dict.fromkeys(i.computation for i in left if i in known):
             _take_away(computation, known)
-        left = [i for i in left if i not in known]  # removal may have made more of them redundant
+        left = [i for i in left if i not in known]  # the removal may have made more constraints redundant
     return count - len(left)
 
 
@@ -79,7 +80,7 @@ class _Shardings:
         return said is not None and said in (operand, self._carried_as(constraint))
 
     def of(self, value: Instruction) -> Split | None:
-        """How `value` is known to be split; None if that is not known."""
+        """The known split of `value`; None if the split is not known."""
         if value not in self.known:
             self.known[value] = None  # a cycle through a loop adds no knowledge
             self.known[value] = self._of(value)
@@ -106,7 +107,10 @@ class _Shardings:
         return None
 
     def _start(self, source: Instruction, index: int) -> Instruction | None:
-        """The initial value of an element of loop state, read in or behind the loop; or the element of a tuple."""
+        """The initial value of state element `index`, if `source` is a loop or its body's parameter.
+
+        If `source` is a tuple, the element of that tuple. None in all other cases.
+        """
         if source.opcode == "parameter":
             source = self._loop(source.computation) or source
         made = source.operands[0] if source.opcode == "while" else source
@@ -116,10 +120,10 @@ class _Shardings:
         return next((i for i in self.callers[body] if i.opcode == "while"), None)
 
     def _carried_as(self, value: Instruction) -> Split | None:
-        """How the loop-state element that `value` becomes is known to be split, if the loop only adds to the element.
+        """The known split of the loop-state element that `value` becomes, if the loop only adds to that element.
 
-        None otherwise. So hidden states keep their constraint, which says where layers sum. A sum also keeps it if an
-        added term is split differently, since either sharding could propagate to the sum.
+        None otherwise. So a hidden state keeps its constraint, which says where layers sum. A sum also keeps its
+        constraint if an added term is split differently, since either sharding could propagate to the sum.
         """
         body = value.computation
         if self._loop(body) is None or body.root.opcode != "tuple":
@@ -142,7 +146,10 @@ def _is_open(known: Split | None) -> bool:
 
 
 def _of_part(source: Split | None, part: Instruction) -> Split | None:
-    """The sharding of a slice, or of a reshape that adds or drops dimensions of size 1. A cut dimension is whole."""
+    """The sharding of a slice, or of a reshape that adds or drops dimensions of size 1; None for other reshapes.
+
+    A dimension that the slice shortens is not split.
+    """
     if source is None:
         return None
     before, after = list(part.operands[0].shape.dimensions), list(part.shape.dimensions)

@@ -4,16 +4,17 @@ Before, on a mesh of dp 1 x tp 4:                          After:
     grads = all-reduce(stack), {0}, {1}, {2}, {3}              acc = acc + stack
     acc   = acc + grads
 
-A program that is written for data parallelism sums over its axis on every mesh. JAX does the same when it
-differentiates a shard_map. XLA removes such collectives only later; until then they hide that gradients are added up.
+A program that is written for data parallelism sums over the axis "dp" on every mesh, even if this axis has one device.
+JAX adds such sums, too, when it differentiates a shard_map. XLA removes these collectives only later. Until then,
+passes cannot see that gradients are added up.
 
 Contract
     Consumes  all-reduces, all-gathers and reduce-scatters in which every replica group is one device.
     Makes     the operand in place of the collective.
-    Leaves    all others.
+    Leaves    all other collectives.
 
 Why it is legal: a sum, gather or scatter over one device returns the device's own operand.
-Cost: linear in instructions. No paper.
+Cost: time linear in the number of instructions. This pass is not based on a paper.
 """
 
 from dhelix.passes.analysis.collectives import device_groups
@@ -24,7 +25,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def drop_lone_collectives(module: HloModule) -> int:
-    """Removes the single-device collectives of `module`. Returns how many."""
+    """Removes the single-device collectives of `module`. Returns the number of removed collectives."""
     count = 0
     for computation in module.computations:
         stay = graph.tied(computation)

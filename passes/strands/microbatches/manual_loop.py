@@ -1,7 +1,9 @@
-"""Moves a loop over micro-batches into the shard_maps that hold its forward and backward pass.
+"""Moves a loop over micro-batches into a shard_map, if the loop calls shard_maps for its forward and backward pass.
 
-Before, as `value_and_grad` of a loss that is a shard_map is lowered (all arrays are whole; a shard_map is a chain of
-three instructions, `passes/hlo/manual_computation.py`):    After:
+JAX makes such a loop from `value_and_grad` of a loss that is a shard_map. All arrays of the loop are whole arrays. A
+shard_map is a chain of three instructions (`passes/hlo/manual_computation.py`).
+
+Before:                                                  After:
 
     acc = zeros                                              acc, .. = shard_map(w, batch):       of this device's parts
     while i < M:                                                 acc = zeros
@@ -11,22 +13,24 @@ three instructions, `passes/hlo/manual_computation.py`):    After:
         acc      += grads                                            grads     = backward(res)
                                                                      acc      += grads
 
-If the loop calls a shard_map, passes see neither layers nor residuals nor accumulators in it. With the loop inside, the
-program looks like one whose author wrote the shard_map around the loop, and every pass works as usual.
-`microbatch_loops` calls this if a shard_map that the loop calls holds a backward pass.
+Other passes do not look into a shard_map that the loop calls. So they do not see its layers, residuals and
+accumulators. After the move, the program looks as if its author had written the shard_map around the loop, and every
+pass works as usual. `microbatch_loops` calls `move_inside` if a shard_map that the loop calls holds a backward pass.
 
 Contract
-    Consumes  a loop whose body holds shard_maps over the same axes of one mesh. The operations around them do the same
-              to each device's parts as to whole arrays: elementwise operations, slices along dimensions that are not
-              split, any operation on arrays that are not split at all, and sums, maxima and minima.
+    Consumes  a loop whose body holds shard_maps over the same axes of one mesh. All other operations of the body must
+              do the same to each device's parts as to whole arrays. These are elementwise operations, slices along
+              dimensions that are not split, any operation on arrays that are not split at all, and sums, maxima and
+              minima.
     Makes     one shard_map around the loop. A reduction along a split dimension becomes a reduction of the parts and an
               all-reduce.
-    Leaves    every other loop; raises PassRefusal with the reason.
+    Leaves    every other loop. In that case, `move_inside` raises PassRefusal with the reason.
 
-Why it is legal: the shard_maps and the operations around them determine one split of each array, dimension by
-dimension, through the loop's state. So the parts that enter and leave a shard_map equal the parts around it, and each
-device computes from them what the partitioner would make it compute.
-Cost: linear in instructions. Loop-carried arrays are split as the shard_maps say from before the loop on. No paper.
+Why it is legal: the shard_maps and the operations around them determine one split of each array of the body, loop state
+included. So a shard_map gets and returns the same parts that the operations around it make and read. With these parts,
+each device computes what the partitioner would make it compute.
+Cost: time linear in the number of instructions. The shard_maps' splits of loop-carried arrays already apply before the
+loop. This rewrite is not based on a paper.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ def move_inside(computation: Computation, loop: Instruction) -> tuple[Computatio
 
 
 def _inline(loop: WhileLoop, held: list[ManualComputation], sharding: Splits) -> None:
-    """Makes the body compute on parts: inlines its shard_maps, and shrinks all shapes outside of them."""
+    """Makes the loop's body compute on parts: inlines its shard_maps, and shrinks all shapes outside of shard_maps."""
     body = loop.body
     users = body.users()
     calls = {one.call for one in held}
@@ -148,7 +152,7 @@ def _shrink(value: Instruction, sharding: Splits) -> None:
 def _wrap(
     computation: Computation, loop: WhileLoop, like: ManualComputation, sharding: Splits
 ) -> tuple[Computation, Instruction]:
-    """Replaces the loop by a shard_map whose body holds it. Returns the body and the loop."""
+    """Replaces the loop by a shard_map around the loop. Returns the body of the shard_map, and the loop inside it."""
     old = loop.instruction
     outside = Builder(computation)
     start = [outside.element(old.operands[0], k) for k in range(loop.size)]
@@ -171,7 +175,7 @@ def _wrap(
     made = body.finish(body.tuple([body.element(moved, k) for k in returned]))
     results = [(old.shape.tuple_shapes[k], sharding.split(k)) for k in returned]
     around, whole = make_manual(computation, like, given, made, results)
-    around.call.proto.metadata.op_name = old.op_name.partition("/")[0]  # instructions inside have their full names
+    around.call.proto.metadata.op_name = old.op_name.partition("/")[0]  # the instructions inside have full names
     values = start
     for k, value in zip(returned, whole, strict=True):
         values[k] = value
@@ -186,9 +190,9 @@ def _wrap(
 
 
 def _made_here(builder: Builder, value: Instruction, local: Any) -> Instruction | None:
-    """A copy inside the shard_map of an initial value that is filled with one constant; None for other values.
+    """Copies an initial value into the shard_map, if one constant fills it. Returns None for other values.
 
-    The copy lets passes see where counters start and that stacks are empty.
+    Because of the copy, passes see where counters start, and that stacks are empty.
     """
     if value.opcode == "constant" and not value.shape.dimensions:
         return builder.copy(value, [])

@@ -1,13 +1,13 @@
-"""Finds how arrays are split in the body of a loop that calls shard_maps, from these shard_maps' operands and results.
+"""Finds how arrays are split in the body of a loop that calls shard_maps. The shard_maps' own splits decide this.
 
     x   = dynamic-slice(batch, i)          batch  [M, b: dp, d]     along M it is sliced, so not split
     y   = shard_map(w, x)                  x      [b: dp, d]        the shard_map says so
     acc = acc + y                          y, acc [f: tp]           the shard_map says so, hence in every iteration
 
 Dimensions that must be split alike form one class (union-find over the dimensions of all values). A shard_map says how
-a class is split. A class is not split if an operation needs its dimensions whole, or if nothing says otherwise.
+a class is split. A class is not split if an operation needs its dimensions whole, or if no shard_map splits it.
 
-Used by `manual_loop.py`. Linear in instructions.
+`manual_loop.py` uses this module. Its time is linear in the number of instructions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EACH = ELEMENTWISE | frozenset(
     "shift-left shift-right-arithmetic shift-right-logical atan2 cbrt tan".split()
 )
 _Dimension = tuple[Instruction, int, int]
-"""A value, the number of its leaf if it is a tuple, and a dimension of that leaf."""
+"""A value, the number of one of its leaves (0 unless the value is a tuple), and a dimension of that leaf."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Splits:
     held: list[ManualComputation]
     parent: dict[_Dimension, _Dimension] = field(default_factory=dict)
     known: dict[_Dimension, tuple[Axes, int]] = field(default_factory=dict)
-    """For the head of each class, the mesh axes and the number of parts."""
+    """For the head of each class, the mesh axes that split the class and the number of parts."""
 
     def __post_init__(self) -> None:
         body = self.loop.body
@@ -74,7 +74,7 @@ class Splits:
             self._check(constraint)
 
     def parts(self, value: Instruction, leaf: int, dimension: int) -> int:
-        """The number of parts into which a dimension is split."""
+        """The number of parts into which a dimension of a leaf of `value` is split."""
         return self._known((value, leaf, dimension))[1]
 
     def summed(self, reduction: Instruction) -> Axes:
@@ -121,7 +121,7 @@ class Splits:
             self._pin((value, leaf, d), axes, whole.dimensions[d] // local.dimensions[d])
 
     def _visit(self, instruction: Instruction) -> None:
-        """Records which dimensions of its operands and its result an operation outside of shard_maps splits alike."""
+        """Records which dimensions an operation outside of shard_maps splits alike, in its operands and its result."""
         shape, operands = instruction.shape, instruction.operands
         rank = range(len(shape.dimensions))
         match instruction.opcode:
@@ -181,7 +181,7 @@ class Splits:
                 self._pin((part, 0, d))
 
     def _check(self, constraint: Instruction) -> None:
-        """Raises PassRefusal unless the constraint agrees with the shard_maps, since `manual_loop` may remove it."""
+        """Raises PassRefusal unless the constraint agrees with the shard_maps, because `manual_loop` may remove it."""
         for split in splits(constraint.proto.frontend_attributes.map.get(SHARDING, "")):
             if self.partial and any(split.axes):
                 raise PassRefusal("a sharding constraint is outside a shard_map over some of the axes", constraint)
@@ -209,7 +209,10 @@ class Splits:
                     self._pin((value, leaf, d))
 
     def _follow_start(self, element: int) -> None:
-        """Raises PassRefusal if each iteration would gather an initial value that the step splits over more axes."""
+        """Raises PassRefusal if the step splits an initial value over more axes than the shard_maps do.
+
+        Each iteration would then gather that value.
+        """
         start = self.loop.initial(element)
         if start is None or not (start.opcode == "parameter" or is_sharding_constraint(start)):
             return
@@ -224,7 +227,7 @@ class Splits:
 
 
 def _adds_up(reduction: Instruction) -> bool:
-    """Whether combining the devices' results by the same operation gives the reduction of the whole array."""
+    """Whether devices can reduce their parts, and then combine the results by the same operation."""
     kind = combines_by(reduction)
     return kind in ("maximum", "minimum") or (kind == "add" and is_zero(reduction.operands[1]))
 

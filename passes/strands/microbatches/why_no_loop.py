@@ -1,6 +1,6 @@
 """Reports why a step has no loop over micro-batches that could become two strands, and what its author can do about it.
 
-It does not handle unrolled micro-batches: these become a loop, or `equal_parts` reports why not.
+This module does not handle unrolled micro-batches. They become a loop, or `equal_parts` reports why they cannot.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, 
 
 
 def no_loop(module: HloModule) -> PassRefusal:
-    """The refusal for a program without a loop that holds a backward pass and without several independent ones.
+    """The refusal for a program that has neither a loop with a backward pass nor several independent backward passes.
 
-    Calls in it must be inlined.
+    Calls in the program must be inlined.
     """
     if not any(is_backward(i) for i in graph.walk(module.entry)):
         return PassRefusal(
@@ -35,7 +35,10 @@ def no_loop(module: HloModule) -> PassRefusal:
 
 
 def _gradient_of_gradients(computation: Computation) -> Instruction | None:
-    """The first instruction of a backward pass whose forward pass reads results of another backward pass, if any."""
+    """The first product or loop of a backward pass whose forward pass reads results of another backward pass.
+
+    None if there is no such backward pass.
+    """
     first = graph.descendants(computation, filter(takes_gradients, computation.instructions))
     again = [i for i in computation.instructions if "jvp(" in i.op_name and not is_backward(i)]
     behind = graph.descendants(computation, [i for i in again if not first.isdisjoint(i.operands)])

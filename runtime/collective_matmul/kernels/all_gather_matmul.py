@@ -1,4 +1,4 @@
-"""All-gather and GEMM in one Mosaic-GPU kernel for Hopper: pulls the peers' rows while own rows are multiplied.
+"""All-gather and GEMM in one Mosaic-GPU kernel for Hopper: it pulls the peers' rows while it multiplies its own rows.
 
     out = all_gather(x) @ w       x [m, k] this device's rows, w [k, n], out [devices * m, n] in global row order
 
@@ -7,30 +7,33 @@
       warp 1             gathered[1]  <----------------------- x1           (TMA: peer -> shared memory -> gathered)
       warpgroups 0, 1    others' tiles  gathered[1] @ w, as soon as the counter of these rows is full
 
-One persistent grid (`hopper_gemm`) walks all tiles of the result: first own rows, then the others' rows in the order of
-arrival, without a break between devices. Warp 0 of a block's memory warpgroup loads tiles. Before it loads rows of
-another device, it waits for their counter. Warp 1 pulls rows piece by piece, directly from their owner. There is no
-ring, so no device waits for a step of another one.
+One persistent grid (`hopper_gemm`) walks all tiles of the result: first tiles of own rows, then tiles of other devices'
+rows in the order of arrival. There is no break between devices. Warp 0 of a block's memory warpgroup loads tiles.
+Before it loads rows of another device, it waits for the counter of these rows. Warp 1 pulls rows piece by piece,
+directly from their owner. There is no ring, so no device waits for a step of another device.
 
 `arrived[source, tile of rows, chunk of k]` counts batches of pieces in this device's `gathered`. The writer of a batch
 adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release). The reader acquires, and fences the
-proxies before its TMA. Both are blocks of the same device, so only the rows themselves cross the link.
+proxies before its TMA. Writer and reader are blocks of the same device, so only the rows themselves cross the link.
 
 Between devices:
-    start    A peer's `x` is valid only while its kernel runs; before, another operation may use that memory. XLA zeroes
-             the counters, then launches. The devices meet while own tiles are multiplied (`device_barrier.Meeting`).
-    end      A peer may reuse `x` once its kernel ends. So each block that has read its share adds 1 to `left` of every
-             peer, and block 0 waits for all blocks of all peers. So `x` outlives all its readers. These counters are
-             the only writes to a peer's memory, and all of them arrive before the kernel ends.
+    start    A peer's `x` is valid only while the peer's kernel runs. Before that, another operation may use the memory.
+             XLA zeroes the counters, and then launches the kernel. The devices meet while each multiplies its own tiles
+             (`device_barrier.Meeting`).
+    end      A peer may reuse the memory of its `x` once its kernel ends. So each block that has read its share adds 1
+             to the counter `left` of every peer, and block 0 waits for all blocks of all peers. So `x` outlives all
+             its readers. Updates of these counters are the only writes to a peer's memory. All updates arrive before
+             the kernel ends.
 
-Legality: one axis of the mesh; NVLink or other peer access between its devices; no NVSHMEM needed. The kernel holds its
-SMs until all peers have sent. So no NCCL collective may be in flight on these devices: each could wait for SMs that the
-other holds. Bitwise deterministic: one block sums each element, in the order of k.
+Legality: the kernel works along one mesh axis. Its devices need NVLink or other peer access, but not NVSHMEM. The
+kernel holds its SMs until all peers have read its rows. So no NCCL collective may be in flight on these devices: kernel
+and collective could each wait for SMs that the other holds. Results are bitwise deterministic, because one block sums
+each element, in the order of k.
 
 Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), plus zeroing the counters. This is faster than
-NCCL's gather followed by cuBLAS's GEMM (docs/research_log.md). Pushing rows to peers was slower: each counter
-across the link would be a release at system scope, which stalls the copying warp.
-DistFuse (section 3) calls this immediate communication; here it comes before the GEMM instead of after it.
+NCCL's gather followed by cuBLAS's GEMM (docs/research_log.md). A kernel that pushed its rows to its peers was slower:
+each update of a counter on a peer was a release at system scope, which stalls the copying warp.
+DistFuse (section 3) calls this immediate communication. Here, communication comes before the GEMM, not after it.
 """
 
 from __future__ import annotations
@@ -57,23 +60,23 @@ _LOAD_WARP, _COPY_WARP = 0, 1
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
-    """Returns why this kernel cannot serve a site of kind "all_gather_matmul", or None."""
+    """Returns why this kernel cannot serve a site of kind "all_gather_matmul"; None if it can."""
     if site.kind != "all_gather_matmul":
         return f"{site.kind} is not all_gather_matmul"
     return _plan(site, tiles).refusal()
 
 
 _LARGE, _SMALL = Tiles(128, 256, 64, 4, "M", 8), Tiles(128, 192, 64, 4, "M", 8)
-_SMALL_TIME = 0.77  # time of a small tile relative to a large one, by measurement; it has 0.75 of the work
+_SMALL_TIME = 0.77  # measured time of a small tile relative to a large tile; a small tile has 0.75 of the work
 
 
 def default_tiles(site: Site) -> Tiles:
     """Returns the tiles that take the least time (`Gemm.rounds` times the time of a tile), with a number of chunks.
 
-    A tile of the result waits only for the first of `chunks` parts of its rows. More rounds of own tiles leave more
-    time for the others' rows to arrive, so that fewer chunks, and fewer counters, suffice. `_with_chunks` has the
-    thresholds, chosen by measurement. With less than one round, large tiles leave some SMs
-    without an own tile; then small tiles are better.
+    A tile of the result begins when the first of `chunks` parts of its rows has arrived. If a device has more rounds of
+    own tiles, other devices' rows have more time to arrive. Then fewer chunks, and so fewer counters, are enough. The
+    thresholds in `_with_chunks` were chosen by measurement. If there is less than one round of own tiles, large tiles
+    leave some SMs without an own tile, and small tiles are better.
     """
     costs = [(tiles, cost, _gemm(site, tiles)) for tiles, cost in ((_LARGE, 1.0), (_SMALL, _SMALL_TIME))]
     times = {tiles: gemm.rounds * cost for tiles, cost, gemm in costs if gemm.refusal() is None}
@@ -81,7 +84,7 @@ def default_tiles(site: Site) -> Tiles:
 
 
 def _with_chunks(site: Site, tiles: Tiles) -> Tiles:
-    """`tiles` with the number of chunks that suits the site, if they name none: see `default_tiles`."""
+    """`tiles` with a number of chunks. If `tiles` has none, the number suits the site, as `default_tiles` explains."""
     if tiles.chunks is not None:
         return tiles
     gemm = _gemm(site, tiles)
@@ -102,7 +105,7 @@ def all_gather_matmul_kernel(
       tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:
-      ([devices * m, n] in x's dtype, accumulated in float32; [devices * m, k], the gathered x).
+      The product, [devices * m, n] in x's dtype, accumulated in float32; and the gathered x, [devices * m, k].
 
     Raises:
       DhelixError: `supported` refuses the sizes, dtype or tiles.
@@ -147,7 +150,7 @@ def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
 
 
 def _plan(site: Site, tiles: Tiles | None) -> GatheredGemm:
-    """Pieces of the result are as wide as shared memory allows next to the ring and the staged pieces."""
+    """The plan for `site`. Pieces of the result are as wide as shared memory allows, next to all other buffers."""
     tiles = default_tiles(site) if tiles is None else _with_chunks(site, tiles)
     transfer = Transfer(tiles.chunks or 1)
     for store_columns in (64, 32):
@@ -225,7 +228,7 @@ def _kernel(
 
 
 def _wait(plan: GatheredGemm, counter: Any) -> None:
-    """Waits until the rows of this counter are in `gathered`, before TMA loads of this thread."""
+    """Waits until the rows that `counter` counts are in `gathered`. TMA loads of this thread may then read them."""
     plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope="gpu")
     hopper_gemm.fence_proxies()
 
@@ -287,7 +290,7 @@ def _copy(
 
         @pl.when(number + ahead < mine)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # until the store has read the slot that is loaded next
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # until the store has read the slot of the next load
             load(number + ahead)
 
         @pl.when((number >= 1) & (lax.rem(number - 1, jnp.int32(transfer.batch)) == transfer.batch - 1))

@@ -1,8 +1,9 @@
-"""A rendezvous of the devices inside a kernel, while it multiplies its first tiles, instead of before its launch.
+"""A rendezvous of the devices inside a kernel. It runs while the kernel multiplies its first tiles, not before launch.
 
-A kernel owns its memory only while it runs; before, another operation of that device may use it. So nobody may write to
-a peer, or read a peer's results, before the peer's kernel has begun. XLA ensures that by a kernel of its own before
-each launch, which all devices leave together. That takes longer than this rendezvous (docs/research_log.md).
+A kernel owns its memory only while it runs. Before that, another operation of the device may use the memory. So no
+device may write to a peer, or read a peer's results, before the peer's kernel has begun. XLA ensures this by an
+additional kernel before each launch, which all devices leave together. That kernel takes longer than this rendezvous
+(docs/research_log.md).
 
     words, on each device, written by itself and read by all:   stamp | seen of the next device | of the one after | ...
 
@@ -12,17 +13,19 @@ each launch, which all devices leave together. That takes longer than this rende
     3  copy the stamps once more, then let this device's blocks go on
 
 Legality:
-- Before a peer has begun, its words hold arbitrary data, and reading them does no harm. They count as an answer only if
-  these 8 bytes equal this device's current stamp. Words of earlier calls hold earlier stamps. So a peer that has seen
-  this stamp has begun this call, and all earlier work on it is done.
-- Step 2 may copy a word from before the peer wrote its stamp; step 3 cannot.
-- A device must not exit before its peers have seen that it has seen their stamps. Kernels exit only after they have
-  received everything that every peer sends, and some of it comes from blocks that have waited for the rendezvous. (In
-  `summed_matmul` these are all blocks except those whose first tile is their device's own.)
+- Before a peer has begun, its words hold arbitrary data, and reading them does no harm. A word counts as an answer only
+  if its 8 bytes equal this device's current stamp. Words of earlier calls hold earlier stamps. So a peer that has seen
+  this stamp has begun this call, and all earlier work of the peer is done.
+- In step 2, a device may copy a word before the peer has written its stamp there. In step 3, this is impossible.
+- A device's kernel must not exit before its peers have read which stamps it has seen. Kernels exit only after they have
+  received everything that every peer sends. Some of this data comes from blocks that have waited for the rendezvous.
+  (In `summed_matmul` these are all blocks except blocks whose first tile belongs to their own device.)
 - Stamps of one device do not repeat for hours. Stamps of two devices are equal if their timers and clocks are equal.
-  They could be confused if calls over two axes use one address: by estimate in less than 1e-8 of such calls.
+  Equal stamps could be confused only if calls over two axes use one address. By estimate, this happens in less than
+  1e-8 of such calls.
 
-Needs counters that are zeroed before a kernel begins, such as `pl.get_global`'s, and `compiler_params=PARAMS`.
+A kernel with this rendezvous needs a counter that is zeroed before the kernel begins, such as a counter of
+`pl.get_global`. It also needs `compiler_params=PARAMS`.
 
 Cost: none if the first tile takes longer than two round trips over the link.
 """
@@ -41,12 +44,12 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-WARP = 2  # of one block's memory warpgroup: runs `Meeting.meet`; other warps load
+WARP = 2  # the warp of one block's memory warpgroup that runs `Meeting.meet`; other warps load
 PARAMS = plgpu.CompilerParams(skip_device_barrier=True)  # for kernels with a `Meeting`
 
 
 def words(devices: int) -> jax.ShapeDtypeStruct:
-    """The additional result that a kernel needs: two 32-bit halves of each word."""
+    """The additional result that a kernel needs. It holds the two 32-bit halves of each word."""
     return jax.ShapeDtypeStruct((devices, 2), jnp.int32)
 
 
@@ -57,7 +60,7 @@ class Meeting:
     Attributes:
       axis: the axis's name.
       words: see `words`; in global memory.
-      begun: counter of this device; 1 when all other devices have begun.
+      begun: counter of this device. It becomes 1 when all other devices have begun.
     """
 
     axis: str
@@ -65,19 +68,19 @@ class Meeting:
     begun: Any
 
     def meet(self) -> None:
-        """Runs the rendezvous in one warp of one block; then `wait` returns in all blocks."""
+        """Runs the rendezvous. Only one warp of one block may call it; then `wait` returns in all blocks."""
         devices, me = lax.axis_size(self.axis), lax.axis_index(self.axis)
         peers: list[Any] = [{self.axis: lax.rem(me + step, jnp.int32(devices))} for step in range(1, devices)]
         _meet(self.words, [plgpu.remote_ref(self.words, peer) for peer in peers])
         plgpu.semaphore_signal(self.begun, memory_scope="gpu")
 
     def wait(self) -> None:
-        """Waits until all devices have begun. For a warp or a warpgroup."""
+        """Waits until all devices have begun. A warp or a warpgroup may call this function."""
         plgpu.semaphore_wait(self.begun, 1, decrement=False, memory_scope="gpu")
 
 
 def _meet(own: Any, others: list[Any]) -> None:
-    """Steps 1 to 3 of the module; `others[i]` are the words of the device i + 1 places further on."""
+    """Runs steps 1 to 3 of the module's docstring. `others[i]` are the words of the device i + 1 places further on."""
     refs = tuple(plgpu.RefType() for _ in range(1 + len(others)))
 
     @plgpu.inline_mgpu(arg_types=refs)
@@ -115,7 +118,7 @@ def _meet(own: Any, others: list[Any]) -> None:
 
 
 def _now() -> Any:
-    """Nanoseconds; the SM's clock is mixed into the highest bits, in case the timer does not advance."""
+    """The time in nanoseconds. The SM's clock is mixed into the highest bits, in case the timer does not advance."""
     i64 = ir.IntegerType.get_signless(64)
     cycles = arith.shli(arith.extui(i64, utils.clock()), utils.c(44, i64))
     return arith.xori(utils.globaltimer(), cycles)

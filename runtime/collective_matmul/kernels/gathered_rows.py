@@ -1,4 +1,4 @@
-"""How an all-gather matmul transfers rows of other devices: pieces, chunks, their order, and the order of the tiles.
+"""Describes how an all-gather matmul transfers rows of other devices, and in which order it computes tiles.
 
     rows of a device       tiles of rows, window by window; in each window chunk by chunk along k
     chunk of a tile        pieces [rows, columns], one TMA copy each; a batch of pieces is counted together
@@ -25,10 +25,10 @@ class Transfer:
     """How rows are pulled from device to device.
 
     Attributes:
-      chunks: number of counters for each tile of rows, along k. A tile of the result can begin when the first one is
-        full.
+      chunks: number of chunks along k, for each tile of rows. Each chunk has a counter. A tile of the result can begin
+        when the counter of the first chunk is full.
       rows, columns: size of a piece, which one TMA copy moves.
-      stages: pieces in flight for each block; all but one are loads, which take longer than stores.
+      stages: number of pieces in flight for each block. All but one are loads, because loads take longer than stores.
       batch: number of pieces that are counted together.
     """
 
@@ -40,12 +40,12 @@ class Transfer:
 
     @property
     def window(self) -> int:
-        """Number of tiles of rows that are moved together, chunk by chunk."""
+        """Number of tiles of rows that move together: first chunk 0 of all these tiles, then chunk 1, and so on."""
         return 2 if self.chunks == 1 else 8
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
+        """Bytes of shared memory that a block needs for pieces in flight."""
         return 2 * self.stages * self.rows * self.columns
 
 
@@ -64,7 +64,7 @@ class GatheredGemm:
 
     @property
     def row_tiles(self) -> int:
-        """Number of a block's tiles in the rows of each device."""
+        """Number of tiles of rows (`tile_m` rows each) in the rows of each device."""
         return self.rows // self.gemm.tiles.tile_m
 
     @property
@@ -84,7 +84,7 @@ class GatheredGemm:
 
     @property
     def batches(self) -> int:
-        """Number of batches of all blocks, from all devices."""
+        """Number of batches of pieces in the rows of all devices, over all blocks of this device."""
         return self.devices * self.row_tiles * self.transfer.chunks * self.chunk_batches
 
     @property
@@ -92,7 +92,7 @@ class GatheredGemm:
         return self.gemm.clusters * self.gemm.cluster
 
     def refusal(self) -> str | None:
-        """Returns why this plan is impossible, or None."""
+        """Returns why this plan is impossible; None if it is possible."""
         gemm, transfer = self.gemm, self.transfer
         if self.devices < 2:
             return "an axis of one device has nothing to gather"
@@ -111,7 +111,7 @@ class GatheredGemm:
         return gemm.refusal(transfer.shared_bytes)
 
     def order(self, me: jax.Array) -> gemm_tiles.Order:
-        """Own tiles first, then the others' tiles: row tile by row tile, one of each device in turn."""
+        """The order of the tiles: first own tiles, then tiles of the other devices, which take turns by row tile."""
         own_rows = self.rows // self.gemm.cluster_rows
         columns, band, peers = self.gemm.column_tiles, self.gemm.tiles.group, self.devices - 1
         own_place = gemm_tiles.banded(own_rows, columns, band)
@@ -129,10 +129,10 @@ class GatheredGemm:
         return order
 
     def piece(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(source, row tile, chunk, first row, first column) of a piece; source 0 is the next device.
+        """The place of a piece: (source, row tile, chunk, first row, first column). Source 0 is the next device.
 
-        The nesting, outermost first: windows, chunks, row tiles, sources, pieces. Own rows come last, as source
-        `devices - 1`, because the gathered x contains them.
+        Pieces are ordered by window, then by chunk, row tile and source. Own rows come last, as source `devices - 1`.
+        They are copied, too, because the gathered x contains them.
         """
         transfer, tile_m, peers = self.transfer, self.gemm.tiles.tile_m, self.devices - 1
         window = math.gcd(transfer.window, self.row_tiles)

@@ -1,4 +1,4 @@
-"""How the GEMM of `hopper_gemm` is cut into tiles, half tiles and pieces, and which resources of an SM it takes.
+"""Describes how the GEMM of `hopper_gemm` is cut into tiles, half tiles and pieces, and which resources it takes.
 
 result      tiles [tile_m, tile_n], one per block; the `cluster` tiles of a cluster are below each other
 tile        two parts, one per compute warpgroup: below each other (`wide` M) or side by side (N)
@@ -24,21 +24,21 @@ from dhelix.profiles.collective_matmul.sites import H200_SMS, Tiles
 # Axes of the launch: cluster, block in the cluster, warpgroup in the block. No mesh axis may have such a name.
 CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"
 MEMORY_GROUP = 2
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of the 65536 of an SM
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of an SM's 65536 registers
 SHARED_BYTES = 227 * 1024  # shared memory of an SM that one block may have
 PIECE_ROWS = 64  # rows of one wgmma
-_MOST_HELD = 64 * 256  # elements of a part: its sums and the previous rounded part take 192 registers
-_HALF_TIME = 0.56  # time of a half tile relative to a tile, by measurement
+_MOST_HELD = 64 * 256  # most elements of a part; its sums and the previous rounded part take 192 registers
+_HALF_TIME = 0.56  # measured time of a half tile relative to a whole tile
 _BARRIER_BYTES = 1024  # more than all barriers take, alignment included
-_STEPS_BETWEEN = 4  # at most so many steps along k from turn to turn; chosen by measurement
+_STEPS_BETWEEN = 4  # the most steps along k from one turn to the next; chosen by measurement
 
 
 class Tile(NamedTuple):
-    """A block's tile of the result. `row` counts tile_m rows, `column` tile_n columns, over the whole result."""
+    """A block's tile of the result. `row` is in units of tile_m rows, and `column` in units of tile_n columns."""
 
     row: jax.Array
     column: jax.Array
-    first: jax.Array | int = 0  # first row within the tile: the second half begins in the middle
+    first: jax.Array | int = 0  # first row within the tile; not 0 for the second half of a tile
 
 
 Order = Callable[[jax.Array], Tile]
@@ -62,16 +62,17 @@ Store = Callable[[Place, Any, int], None]
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM and how it is cut.
+    """One GEMM, and how it is cut into tiles and pieces.
 
     Attributes:
       m, n, k: sizes of the whole product.
       dtype: type of operands and result.
-      tiles: the tile of one block; `wide` is the dimension along which its two compute warpgroups split it.
-      cluster: number of blocks that share the columns of w.
+      tiles: sizes of the tile of one block. `tiles.wide` is the dimension along which the two compute warpgroups of the
+        block split the tile.
+      cluster: number of blocks in a cluster, which share the columns of w.
       store_columns: width of the pieces in which a warpgroup stores its part.
-      store_slots: number of such pieces in shared memory, per warpgroup.
-      halves: whether tiles are cut in two if that shortens the last round.
+      store_slots: number of slots in shared memory for these pieces, per warpgroup.
+      halves: whether the tiles of the last round may be cut in two if this shortens the last round.
       splits: number of blocks that share the contraction of a tile (`split_sums`).
     """
 
@@ -96,8 +97,8 @@ class Gemm:
     def half_part(self) -> tuple[int, int]:
         """Rows and columns of one warpgroup's part of half a tile.
 
-        If the rows of a part are no multiple of 128, half of its columns are left, and warpgroups that were below each
-        other are side by side.
+        If the rows of a part are a multiple of 128, the warpgroup keeps half of the rows. Otherwise it keeps half of
+        the columns, and warpgroups that were below each other are then side by side.
         """
         rows, columns = self.part
         return (rows // 2, columns) if rows % 128 == 0 else (rows, columns // 2)
@@ -109,7 +110,7 @@ class Gemm:
 
     @property
     def turn_steps(self) -> list[int]:
-        """The steps of a tile at which the previous tile's part is processed: one for each piece, and two more."""
+        """The steps along k at which the previous tile's part has its turns: one turn for each piece, and two more."""
         turns = len(self.pieces(self.part)) + 2
         between = max(1, min(_STEPS_BETWEEN, (self.steps - 2) // (turns - 1)))
         return [min(1 + between * turn, self.steps - 1) for turn in range(turns)]
@@ -130,7 +131,7 @@ class Gemm:
 
     @property
     def whole_tiles(self) -> int:
-        """Number of tiles of all clusters that are not cut in two; these come first."""
+        """Number of tiles, over all clusters, that are not cut in two. These tiles come first."""
         left, (rows, columns) = self.cluster_tiles % self.clusters, self.half_part
         fits = self.halves and rows % PIECE_ROWS == 0 and columns % 64 == 0 and columns % self.store_columns == 0
         fits = fits and (self.tiles.wide == "M" or self.part[0] % (2 * PIECE_ROWS) == 0)  # half of the rows is cut off
@@ -138,34 +139,38 @@ class Gemm:
 
     @property
     def rounds(self) -> float:
-        """Number of tiles that the busiest cluster multiplies in sequence; a half tile counts by its time."""
+        """Number of tiles that the busiest cluster multiplies in sequence. A half tile counts as `_HALF_TIME` tiles."""
         whole = math.ceil(self.whole_tiles / self.clusters)
         return whole if self.whole_tiles == self.cluster_tiles else whole + _HALF_TIME
 
     @property
     def steps(self) -> int:
-        """Steps along k, of one split."""
+        """Number of steps along k in one split."""
         return self.k // self.tiles.tile_k // self.splits
 
     def tile_and_split(self, number: jax.Array) -> tuple[jax.Array, jax.Array | int]:
-        """The tile of the result, and the split of its contraction, that the number-th tile of all clusters is."""
+        """For tile `number` of all clusters, the number of its place in the result and the number of its split."""
         if self.splits == 1:
             return number, 0
         return lax.div(number, jnp.int32(self.splits)), lax.rem(number, jnp.int32(self.splits))
 
     @property
     def clusters(self) -> int:
-        """Number of clusters that run, with one SM for each block."""
+        """Number of clusters that run at the same time. Each block has an SM of its own."""
         return (self.tiles.sms or H200_SMS) // self.cluster
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block."""
+        """Bytes of shared memory that a block needs."""
         operands = self.tiles.steps * (self.tiles.tile_m + self.tiles.tile_n) * self.tiles.tile_k
         return 2 * (operands + 2 * self.store_slots * PIECE_ROWS * self.store_columns) + _BARRIER_BYTES
 
     def refusal(self, extra_bytes: int = 0) -> str | None:
-        """Returns why this GEMM is impossible, or None; `extra_bytes` of shared memory are used otherwise."""
+        """Returns why this GEMM is impossible; None if it is possible.
+
+        Args:
+          extra_bytes: bytes of shared memory that the kernel uses for other purposes.
+        """
         tiles, (rows, columns) = self.tiles, self.part
         if self.dtype not in ("bfloat16", "float16"):
             return f"{self.dtype} is neither bfloat16 nor float16"
@@ -195,7 +200,7 @@ class Gemm:
         return None
 
     def buffers(self) -> dict[str, Any]:
-        """Scratch types of the kernel that `load_tiles` and `multiply_tiles` share."""
+        """The types of the scratch buffers that `load_tiles` and `multiply_tiles` share."""
         tiles = self.tiles
         swizzled = _swizzled(64)
         stored = _swizzled(min(64, self.store_columns))
@@ -231,7 +236,10 @@ def _swizzled(columns: int) -> tuple[Any, Any]:
 
 
 def banded(rows: int, columns: int, width: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Walks a grid in bands of `width` rows, down the rows of a band first. Consecutive tiles share operands in L2.
+    """Returns a function from a tile's number to its row and column in a grid of tiles.
+
+    The order goes through bands of `width` rows. In a band, it goes down one column after another, so that consecutive
+    tiles share operands in L2.
 
     rows = 4, columns = 3, width = 2      0  2  4
                                           1  3  5

@@ -1,4 +1,4 @@
-"""Stores a warpgroup's part of a tile, or sums it with others' parts, while the next tile is multiplied.
+"""Stores a warpgroup's part of a tile, or adds other devices' parts to it, while the next tile is multiplied.
 
     turn          Storing                            Adding (others' parts of the same tile, from `staged`)
       0           piece 0 -> slot 0 -> its place     pieces 0 of all sources -> slots                 (TMA)
@@ -6,9 +6,9 @@
                                                      pieces 1 of all sources -> slots
       ...         ...                                ...
 
-A part waits in registers, rounded (`Held`). Turns are several steps of the next tile apart if it has enough steps
-(`Gemm.turn_steps`). So a load of one turn has completed at the next turn. Loads on demand were much slower
-(docs/research_log.md).
+Until all turns are over, a part waits in registers, rounded (`Held`). If the next tile has enough steps, several steps
+lie between two turns (`Gemm.turn_steps`). So a load that one turn starts has completed at the next turn. Loading each
+piece only when it is needed was much slower (docs/research_log.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from dhelix.runtime.collective_matmul.kernels import opaque
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import PIECE_ROWS, Gemm, Place, Store
 
-_AHEAD_COLUMNS = 192  # of pieces that `Adding.finish` has in flight: 48 registers
+_AHEAD_COLUMNS = 192  # columns of all pieces that `Adding.finish` has in flight; they take 48 registers
 
 
 class Held(NamedTuple):
@@ -37,12 +37,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Storing:
-    """Stores parts; one instance for each compute warpgroup.
+    """Stores parts. Each compute warpgroup has its own instance.
 
     Attributes:
       gemm: the GEMM.
-      slots: [store_slots, 64, store_columns] in shared memory, of this warpgroup.
-      store: (place, slot, number), copies the number-th piece of a part from shared memory to its place, with
+      slots: this warpgroup's slots in shared memory, [store_slots, 64, store_columns].
+      store: a function (place, slot, number) that copies the number-th piece of a part from its slot to its place, with
         `plgpu.copy_smem_to_gmem` as one group.
     """
 
@@ -72,14 +72,16 @@ class Storing:
 
 @dataclass(frozen=True)
 class Adding:
-    """Adds others' parts to an own part in float32 and stores the rounded sum; one instance for each compute warpgroup.
+    """Adds parts of other sources to a held part in float32, and stores the rounded sum.
+
+    Each compute warpgroup has its own instance. A source is a device whose part lies in `staged`.
 
     Attributes:
       gemm: the GEMM. `behind` needs more slots than there are sources.
       slots, store: see `Storing`. Before turn 0, the pieces that `Storing` put into the slots must have been read.
       loaded: barrier of this warpgroup, with as many arrivals as there are sources.
-      staged: (source, number) -> reference to a source's number-th piece.
-      sources: number of sources; they are added in this order.
+      staged: a function (source, number) that returns a reference to the source's number-th piece.
+      sources: number of sources. Their parts are added in the order of their numbers.
     """
 
     gemm: Gemm
@@ -99,7 +101,7 @@ class Adding:
                 plgpu.copy_gmem_to_smem(self.staged(source, turn), self.slots.at[source], self.loaded)
 
     def finish(self, held: Held) -> None:
-        """Adds and stores all pieces. Loads go directly into registers and run ahead."""
+        """Adds and stores all pieces. Loads go directly into registers, and start several pieces ahead."""
         gemm, pieces = self.gemm, len(self.gemm.pieces(held.part.shape))
         places = [(source, number) for number in range(pieces) for source in range(self.sources)]
         ahead = max(1, _AHEAD_COLUMNS // gemm.store_columns)
@@ -127,7 +129,7 @@ class Adding:
         slot = self.slots.at[self.gemm.store_slots - 1]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         slot[...] = total.astype(self.gemm.dtype)
-        plgpu.commit_smem()  # also: the whole warpgroup has read the other slots
+        plgpu.commit_smem()  # after this, the whole warpgroup has also read the other slots
         self.store(place_of(self.gemm, held, number), slot, number)
 
 
@@ -140,7 +142,7 @@ def piece_of(gemm: Gemm, part: jax.Array, number: int) -> jax.Array:
 def place_of(gemm: Gemm, held: Held, number: int) -> Place:
     """The place of the number-th piece of a part."""
     row, column = gemm.pieces(held.part.shape)[number]
-    # The compiler does not know that loop-carried values are multiples.
+    # The compiler does not know that these loop-carried values are multiples of the sizes of a piece.
     first = (
         pl.multiple_of(held.place.row + row, PIECE_ROWS),
         pl.multiple_of(held.place.column + column, gemm.store_columns),

@@ -9,12 +9,12 @@
       for k in steps           wait free[slot]                           every few steps: process a piece of tile i - 1,
                                rows of x, columns of w -> slot           for example store it
 
-The ring of `steps` slots continues from tile to tile. A tile is processed while the next tile is multiplied
-(`held_parts`). Until then it waits in registers, rounded, so it takes half of the registers of its sums. Immediate
-stores would be slower: two of four pieces would have to leave shared memory before the next tile begins, on all SMs at
-once. That costs most if results go to another GPU.
+The ring of `steps` slots for operands continues from tile to tile. A finished tile is processed while the next tile is
+multiplied (`held_parts`). Until then it waits in registers, rounded, so it takes half as many registers as its sums.
+Immediate stores would be slower: two of four pieces would have to leave shared memory before the next tile begins, on
+all SMs at once. This delay is longest if results go to another GPU.
 
-If a last round would occupy half of the SMs or less, its tiles are cut in two along the rows:
+If the last round would occupy half of the SMs or less, its tiles are cut in two along the rows:
 
     3 clusters, 4 tiles      0 0 0 0 | 3 3 3 3      ->      0 0 0 0 | 3 3       time of a tile and a half instead of two
                              1 1 1 1 |                      1 1 1 1 | 3'3'
@@ -23,8 +23,9 @@ If a last round would occupy half of the SMs or less, its tiles are cut in two a
 The kernels differ in their hooks: `order` (order of the tiles), `load_rows` (source of the rows of x), `before_step`
 (waits for these rows), `behind` and `finish` (process a finished tile).
 
-Contract: x [m, k] @ w [k, n], both row-major, bfloat16 or float16, accumulated in float32. `Gemm.refusal` says why
-sizes or tiles are impossible. Columns beyond n of the last tile are loaded as zeros and not stored.
+Contract: the GEMM computes x [m, k] @ w [k, n]. Both operands are row-major, in bfloat16 or float16. Sums are
+accumulated in float32. `Gemm.refusal` says why sizes or tiles are impossible. Columns of the last tile beyond n are
+loaded as zeros and not stored.
 
 Use, inside the body of a `plgpu.kernel` that `Gemm.launch` describes:
 
@@ -80,11 +81,12 @@ def load_tiles(
     Args:
       gemm: the GEMM.
       buffers: allocated as `gemm.buffers()`.
-      order: number -> tile of the cluster; its rows are in units of `cluster_rows`.
-      load_rows: (tile, step, destination, barrier), copies as many rows of x as the destination has, from row
-        `tile.first` of the tile on, at that step of k. Uses one `plgpu.copy_gmem_to_smem` that arrives at the barrier.
+      order: a function from a number to a tile of the cluster. The tile's row is in units of `cluster_rows`.
+      load_rows: a function (tile, step, destination, barrier) that copies rows of x at this step along k. It copies as
+        many rows as `destination` has, from row `tile.first` of the tile on. It uses one `plgpu.copy_gmem_to_smem`,
+        which arrives at the barrier.
       w: [k, n] in global memory.
-      before_step: (tile, step), called before loads of that step; may wait.
+      before_step: a function (tile, step) that is called before the loads of this step. It may wait.
     """
     tiles = gemm.tiles
 
@@ -126,10 +128,11 @@ def multiply_tiles(
 
     Args:
       gemm, buffers, order: see `load_tiles`.
-      behind: (held, turn), called for each part of a tile at the `gemm.turn_steps` of the next tile. Multiplying stops
-        while it waits.
-      finish: (held), called instead for the last part, after which nothing is multiplied.
-      complete: (number of the tile, float32 sums of a part) -> sums, applied before sums are rounded.
+      behind: a function (held, turn) that is called for each part of a tile, at the `gemm.turn_steps` of the next tile.
+        While it waits, nothing is multiplied.
+      finish: a function (held) that is called for the last part, instead of `behind`, because no tile follows.
+      complete: a function from the number of a tile and the float32 sums of a part to new sums. It is applied before
+        sums are rounded.
     """
     group = lax.axis_index(GROUP)
 
@@ -164,8 +167,8 @@ def product(
     Args:
       gemm, buffers: see `load_tiles`.
       number: running number of the tile in this cluster.
-      first: row and column of the part in the tile of a block.
-      part: rows and columns of the part.
+      first: the first row and column of the part, within the tile of a block.
+      part: numbers of rows and columns of the part.
       at_step: called in each step along k, while that step is multiplied.
     """
     full, free, slots = buffers["full"], buffers["free"], jnp.int32(gemm.tiles.steps)
@@ -196,10 +199,10 @@ def _each_tile[C](
     carry: C,
     finish: Callable[[C], None] | None = None,
 ) -> jax.Array:
-    """Visits all tiles of this cluster, whole tiles first and then possibly a half; returns their number.
+    """Visits all tiles of this cluster: first the whole tiles, then a half tile if there is one.
 
     `visit` gets (running number, number for `order`, tile of this block, rows, carry) and returns the next carry.
-    `finish` gets the last carry.
+    `finish` gets the last carry. Returns the number of visited tiles.
     """
     cluster, rank, height = lax.axis_index(CLUSTERS), lax.axis_index(RANK), gemm.tiles.tile_m
     whole = lax.div(gemm.whole_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))

@@ -1,13 +1,14 @@
-"""GEMM and all-reduce in one Mosaic-GPU kernel for Hopper (DistFuse): sends tiles as soon as they are multiplied.
+"""GEMM and all-reduce in one Mosaic-GPU kernel for Hopper (DistFuse): it sends tiles as soon as they are multiplied.
 
     out = sum over devices of  x @ w        x [m, k], w [k, n], out [m, n], whole on all devices
 
-Prefill (two shots): like `matmul_reduce_scatter`, but the owner stores its sums into all devices' results. Decode (one
-shot), if the product is one wave of tiles and little data: every device sends its tiles to all devices, which saves a
-hop. See `summed_matmul` for the picture, legality and determinism.
+With two shots (as in prefill), the kernel works like `matmul_reduce_scatter`, but owners store their sums into the
+results of all devices. With one shot (as in decode), every device sends its tiles to all devices, which saves a hop.
+One shot is used if the product is one wave of tiles and little data. `summed_matmul` has the picture, and describes
+legality and determinism.
 
 Cost: max(GEMM, 2 (devices - 1) / devices of the product over the link), plus sending the last wave of tiles. Small
-tiles shorten the last wave; large tiles multiply faster: `default_tiles`.
+tiles shorten the last wave, and large tiles multiply faster; `default_tiles` chooses.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 4, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
 _DECODE = Tiles(64, 128, 64, 7, "N", 8)
-_LARGE_DEPTH = 8192  # contraction on a device from which large tiles save more than their longer last wave costs
+_LARGE_DEPTH = 8192  # from this contraction on, large tiles save more time than their longer last wave costs
 _SPLIT_DEPTH, _VERY_DEEP, _MOST_SPLITS = 4096, 14336, 4
 _READING = 64  # number of blocks that saturate the memory when they read w
-_ONE_SHOT_BYTES = 4 << 20  # sent by a device: up to this size latency dominates
+_ONE_SHOT_BYTES = 4 << 20  # if a device sends up to so many bytes, latency dominates
 
 
 def default_tiles(site: Site) -> Tiles:
     """Returns tiles for a site: large, small or flat ones.
 
-    - Flat tiles of 64 rows if one shot is enough or the rows are no multiple of 128. With one shot several blocks share
-      a contraction if that is faster (`splits_for`).
-    - Large tiles if the product is deep: three steps, so that all pieces of a tile have room in shared memory; single
-      blocks; other devices' tiles lead by a quarter of a wave.
-    - Small tiles otherwise: four steps, so that pieces have 64 columns (128 bytes); clusters of two if the rows divide;
-      other devices' tiles lead by half a wave.
+    - Flat tiles have 64 rows. They are chosen if one shot is enough, or if the rows are not a multiple of 128. With one
+      shot, several blocks share a contraction if this is faster (`splits_for`).
+    - Large tiles are chosen for long contractions. They have three steps, so that all pieces of a tile have room in
+      shared memory. Their blocks form no clusters. A quarter of a wave of each other device's tiles comes first.
+    - Small tiles are chosen otherwise. They have four steps, so that pieces have 64 columns (128 bytes). They form
+      clusters of two blocks if the rows divide. Half a wave of each other device's tiles comes first.
 
-    All of these were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
+    All these numbers were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
     if shots_for(site, _DECODE) == 1:
         splits = splits_for(site, _DECODE)
@@ -54,7 +55,7 @@ def default_tiles(site: Site) -> Tiles:
 
 
 def shots_for(site: Site, tiles: Tiles) -> int:
-    """1 if the product is one wave of tiles and sending it to all devices takes few bytes, else 2."""
+    """The number of shots: 1 if the product is one wave of tiles and takes few bytes to send to all devices, else 2."""
     sent = 2 * site.rows * site.columns * (site.axis_size - 1)
     return 1 if _blocks(site, tiles) <= H200_SMS and sent <= _ONE_SHOT_BYTES else 2
 
@@ -64,12 +65,12 @@ def _blocks(site: Site, tiles: Tiles) -> int:
 
 
 def splits_for(site: Site, tiles: Tiles) -> int:
-    """Number of blocks that share the contraction of a flat tile, if the tiles alone leave SMs without work.
+    """Number of blocks that share the contraction of a flat tile. It is 1 unless the tiles leave SMs without work.
 
-    A single block cannot saturate the memory when it reads w, but `_READING` blocks can. So with fewer column tiles,
-    contractions are split until that many blocks read. A split has a fixed cost, so contractions below `_SPLIT_DEPTH`
-    are not split. Contractions of `_VERY_DEEP` or more are split at least in two if SMs are left. The limits were
-    chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
+    A single block cannot saturate the memory when it reads w, but `_READING` blocks can. So if there are fewer column
+    tiles, contractions are split until `_READING` blocks read. A split has a fixed cost, so contractions below
+    `_SPLIT_DEPTH` are not split. Contractions of `_VERY_DEEP` or more are split at least in two if SMs are left. The
+    limits were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
     column_tiles, steps = max(-(-site.columns // tiles.tile_n), 1), site.contraction // tiles.tile_k
     if site.contraction < _SPLIT_DEPTH:
@@ -80,9 +81,9 @@ def splits_for(site: Site, tiles: Tiles) -> int:
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
-    """Returns the kernel's plan for `site`: owners by rows if these divide into tiles, else by columns.
+    """Returns the kernel's plan for `site`. Each owner has a block of rows if the rows divide, else a block of columns.
 
-    A few rows, as in decode, are padded, because the GEMM has tiles of 64 rows or more.
+    If there are few rows, as in decode, they are padded, because the GEMM has tiles of 64 rows or more.
     """
     filled = replace(site, rows=-(-site.rows // _DECODE.tile_m) * _DECODE.tile_m)
     is_decode = site.rows < _LARGE.tile_m or shots_for(filled, tiles or _DECODE) == 1
@@ -94,19 +95,19 @@ def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
 
 
 def _owners(site: Site, tiles: Tiles) -> int:
-    """Number of owners' blocks along the rows."""
+    """Number of owners along the rows: 1 if all devices own all rows, or if owners have blocks of columns."""
     return 1 if shots_for(site, tiles) == 1 or site.rows % (site.axis_size * tiles.tile_m) else site.axis_size
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
-    """Returns why this kernel cannot serve a site of kind "matmul_all_reduce", or None."""
+    """Returns why this kernel cannot serve a site of kind "matmul_all_reduce"; None if it can."""
     if site.kind != "matmul_all_reduce":
         return f"{site.kind} is not matmul_all_reduce"
     return plan_for(site, tiles).refusal()
 
 
 def matmul_all_reduce_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None) -> jax.Array:
-    """x @ w summed over the devices, inside `shard_map`.
+    """Computes the sum over devices of x @ w, inside `shard_map`.
 
     Args:
       x: [m, k]; the contraction is split over the devices.
@@ -115,8 +116,8 @@ def matmul_all_reduce_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: 
       tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:
-      [m, n] in x's dtype, the same bits on all devices. Parts are rounded to this dtype before they are summed in
-      float32.
+      The sum, [m, n] in x's dtype, with the same bits on all devices. The devices' parts are rounded to this dtype
+      before they are summed in float32.
 
     Raises:
       DhelixError: `supported` refuses the sizes, dtype or tiles.

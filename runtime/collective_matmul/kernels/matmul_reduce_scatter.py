@@ -1,10 +1,10 @@
-"""GEMM and reduce-scatter in one Mosaic-GPU kernel for Hopper: sends a tile to its owner as soon as it is multiplied.
+"""GEMM and reduce-scatter in one Mosaic-GPU kernel for Hopper. It sends tiles to owners as soon as they are multiplied.
 
     out = this device's rows of  sum over devices of  x @ w        x [devices * m, k], w [k, n], out [m, n]
 
-The kernel is `summed_matmul` with two shots. Tiles of other devices' rows come first; TMA sends each to its owner while
-the next tile is multiplied. Own tiles come later and are added to the received parts in the same way. See
-`summed_matmul` for the picture, legality and determinism.
+The kernel is `summed_matmul` with two shots. Tiles of other devices' rows come first. TMA sends each tile to its owner
+while the next tile is multiplied. Own tiles come later. They are added to the received parts, also while the next tile
+is multiplied. `summed_matmul` has the picture, and describes legality and determinism.
 
 Cost: max(GEMM, (devices - 1) / devices of the product over the link), plus sending the last wave. Staging memory has
 the size of the received parts.
@@ -26,10 +26,10 @@ _TILES, _MANY_DEVICES = Tiles(128, 256, 64, 4, "M", 8), 5
 
 
 def default_tiles(site: Site) -> Tiles:
-    """Returns large tiles in single blocks, with a whole wave of other devices' tiles first.
+    """Returns large tiles. Their blocks form no clusters, and a whole wave of each other device's tiles comes first.
 
     For 5 to 8 devices the pipeline has three steps, so that shared memory has room for wide pieces of all devices.
-    Chosen by measurement (docs/research_log.md).
+    These numbers were chosen by measurement (docs/research_log.md).
     """
     return replace(_TILES, steps=3) if site.axis_size >= _MANY_DEVICES else _TILES
 
@@ -41,14 +41,14 @@ def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
-    """Returns why this kernel cannot serve a site of kind "matmul_reduce_scatter", or None."""
+    """Returns why this kernel cannot serve a site of kind "matmul_reduce_scatter"; None if it can."""
     if site.kind != "matmul_reduce_scatter":
         return f"{site.kind} is not matmul_reduce_scatter"
     return plan_for(site, tiles).refusal()
 
 
 def matmul_reduce_scatter_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None) -> jax.Array:
-    """This device's rows of x @ w summed over the devices, inside `shard_map`.
+    """Computes this device's rows of the sum over devices of x @ w, inside `shard_map`.
 
     Args:
       x: [devices * m, k]; the contraction is split over the devices.
@@ -57,7 +57,7 @@ def matmul_reduce_scatter_kernel(x: jax.Array, w: jax.Array, axis_name: str, til
       tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:
-      [m, n] in x's dtype. The devices' parts are rounded to this dtype before they are summed in float32.
+      The rows, [m, n] in x's dtype. The devices' parts are rounded to this dtype before they are summed in float32.
 
     Raises:
       DhelixError: `supported` refuses the sizes, dtype or tiles.

@@ -1,10 +1,10 @@
-"""Kernel values that compilers cannot look through, so that values computed from them are computed in place.
+"""Makes kernel values opaque to the compiler, so that results are computed where they are used, not earlier.
 
     for step in steps:                  # a loop of 30 steps
         if step == 5:  store(f(held))   # LLVM computes f(held), g(held), ... before the loop, as `held` is the same in
         if step == 7:  store(g(held))   # all steps; then all of them wait in registers, which overflow
 
-An empty assembler instruction that LLVM may not move keeps f and g in their places.
+An assembler instruction that only copies a register, and that LLVM may not move, keeps f and g in their places.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def scalars[T: tuple](values: T) -> T:
 
 
 def part(array: jax.Array) -> jax.Array:
-    """Returns the same array, opaque to LLVM. The array holds 16-bit numbers in registers in the layout of `wgmma`."""
+    """Returns the same array, opaque to LLVM. It holds 16-bit numbers in registers, in the layout of `wgmma`."""
     layout = plgpu.Layout.WGMMA
     kind = plgpu.ShapeDtypeStruct(array.shape, array.dtype, layout=layout)
 

@@ -1,8 +1,8 @@
-"""Owners and order of the tiles in a GEMM that is summed over devices, and the layout of received parts.
+"""Describes a GEMM that is summed over devices: owners and order of the tiles, and the layout of received parts.
 
-    product         one block for each owner, below each other or side by side
-    order           tiles of others first, then own tiles in between and at the end: `SummedGemm.job`
-    staged          the others' parts of this device's tiles, piece by piece: `SummedGemm.staged_shape`
+    product         one block for each owner; the blocks are below each other or side by side
+    order           tiles of other devices first, then own tiles in between and at the end: `SummedGemm.job`
+    staged          other devices' parts of this device's tiles, piece by piece: `SummedGemm.staged_shape`
 
 `summed_matmul` multiplies, sends and sums in this order.
 """
@@ -27,7 +27,7 @@ class Job(NamedTuple):
     """A cluster's tile and its owner.
 
     Attributes:
-      turn: the owner is the device `turn + 1` places further on; devices - 1 is this device.
+      turn: tells the owner, which is the device `turn + 1` places further on. So `devices - 1` is this device.
       tile: the tile's number among its owner's tiles.
       row, column: position in the whole product, in tiles of a cluster.
     """
@@ -45,11 +45,11 @@ class SummedGemm:
     Attributes:
       gemm: the local product.
       devices: number of devices on the axis.
-      scatter: whether each device keeps its rows only.
-      shots: 2: parts go to their owners; 1: all parts go to all devices (all-reduce only).
-      lead: number of tiles of each other device before the first own tile; as many own tiles come after the last other
-        one. At least 1, otherwise owners wait for each other. None: as many as all clusters compute at once, so that
-        parts have arrived when they are needed.
+      scatter: whether each device keeps only its rows.
+      shots: with 2 shots, parts go to their owners. With 1 shot, all parts go to all devices (all-reduce only).
+      lead: number of tiles of each other device before the first own tile. As many own tiles come after the last tile
+        of another device. The number must be at least 1, otherwise owners wait for each other. None: as many as all
+        clusters compute at once, so that parts have arrived when they are needed.
     """
 
     gemm: Gemm
@@ -75,12 +75,12 @@ class SummedGemm:
 
     @property
     def tiles(self) -> int:
-        """Number of a cluster's tiles that one device owns."""
+        """Number of tiles (of a whole cluster) that one device owns."""
         return self.block[0] * self.block[1]
 
     @property
     def own_behind(self) -> int:
-        """`lead`, limited by the number of tiles."""
+        """Number of own tiles after the last tile of another device: `lead`, limited by the number of tiles."""
         return min(self.tiles, self.gemm.clusters if self.lead is None else self.lead)
 
     @property
@@ -90,7 +90,7 @@ class SummedGemm:
 
     @property
     def staged_shape(self) -> tuple[int, ...]:
-        """[source, block's tile, warpgroup, piece, row, column] of the received parts; every piece is contiguous."""
+        """Shape of the received parts, [source, block's tile, warpgroup, piece, row, column]. A piece is contiguous."""
         sources = self.devices if self.shots == 1 else self.devices - 1
         tiles = self.tiles * self.gemm.cluster
         return sources, tiles, 2, len(self.pieces), gemm_tiles.PIECE_ROWS, self.gemm.store_columns
@@ -100,7 +100,7 @@ class SummedGemm:
         return self.gemm.m // self.devices if self.scatter else self.gemm.m, self.gemm.n
 
     def refusal(self) -> str | None:
-        """Returns why this plan is impossible, or None."""
+        """Returns why this plan is impossible; None if it is possible."""
         gemm, n = self.gemm, self.devices
         if n < 2:
             return "an axis of one device has nothing to sum"
@@ -130,11 +130,12 @@ class SummedGemm:
         return order
 
     def job(self, me: jax.Array, number: jax.Array) -> Job:
-        """The number-th job, in an order that is the same on all devices relative to `me`.
+        """The number-th job of device `me`. Relative to `me`, the order of jobs is the same on all devices.
 
-        First come `own_behind` tiles of each other device, taking the devices in turn. Then each round has one tile of
-        every other device and one own tile. At the end come the remaining own tiles. The own tile's place in a round
-        moves on with every wave, so that no block gets only own tiles.
+        The order begins with `own_behind` tiles of each other device; the devices take turns. Then each round has one
+        tile of every other device and one own tile. The remaining own tiles come at the end. The own tile's place in a
+        round moves on with every wave, so that no block gets only own tiles. In the example, 2.0 is tile 0 of the
+        device two places further on, and 0.0 is an own tile.
 
             3 devices, 4 tiles each, own_behind = 2      1.0 2.0 1.1 2.1 | 0.0 1.2 2.2 | 0.1 1.3 2.3 | 0.2 0.3
         """
@@ -161,10 +162,10 @@ class SummedGemm:
 
 
 def gemm_for(site: Site, tiles: Tiles, shots: int = 2) -> Gemm:
-    """Returns the local product of `site`, in single blocks unless the tiles say otherwise.
+    """Returns the local product of `site`. Its blocks form no clusters unless `tiles` says so.
 
-    With two shots a warpgroup has a slot for a piece of each device. First pieces are as wide as shared memory allows
-    next to the operands, then slots are as many as possible.
+    With two shots, a warpgroup has a slot for a piece of each device. Pieces are as wide as shared memory allows next
+    to the operands. For this width, there are as many slots as possible.
     """
     cluster, splits = tiles.cluster or 1, tiles.splits or 1
     gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False, splits=splits)

@@ -1,4 +1,4 @@
-"""Products whose contraction several blocks share (split-K). The sums are completed before a tile is rounded.
+"""Completes products whose contraction several blocks share (split-K). Sums are complete before a tile is rounded.
 
     blocks of a tile    split 0                 split 1                 split 2
     multiply            x[:, :k/3] @ w[:k/3]    x[:, k/3:2k/3] @ ...    ...
@@ -13,8 +13,8 @@ so results are deterministic.
 Legality: all blocks of a tile must be resident at once, because split 0 waits for the others. So the number of tiles
 times splits must not exceed the number of running blocks (`Gemm.refusal`).
 
-Cost: for each tile, S - 1 float32 tiles are written and read through L2, with one signal each, after the last step.
-DistFuse section 3: "split-K when there are no more tiles than SMs".
+Cost: for each tile, S - 1 float32 tiles are written and read through L2 after the last step. Each takes one signal.
+Source: DistFuse, section 3, "split-K when there are no more tiles than SMs".
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dhelix.runtime.collective_matmul.kernels.gemm_tiles import GROUP, RANK, Gem
 
 @dataclass(frozen=True)
 class SplitSums:
-    """The split sums of one compute warpgroup; passes sums through if nothing is split.
+    """Completes the sums of one compute warpgroup. If nothing is split, sums stay as they are.
 
     Attributes:
       gemm: the GEMM.
-      partials: in global memory, of `_shape`; None if nothing is split.
+      partials: the other splits' partial sums in global memory, with the shape `_shape`; None if nothing is split.
       stored: counters of this device by tile and warpgroup: the number of splits that have stored their sums.
     """
 
@@ -48,7 +48,9 @@ class SplitSums:
     def complete(self, number: jax.Array, sums: jax.Array) -> jax.Array:
         """Completes a block's sums to the sums over all of k. Only the result of split 0 is meaningful.
 
-        `number`: the tile's number, as in `Gemm.tile_and_split`.
+        Args:
+          number: the tile's number, as in `Gemm.tile_and_split`.
+          sums: the block's sums over its split.
         """
         gemm = self.gemm
         if gemm.splits == 1:
@@ -72,17 +74,17 @@ class SplitSums:
 
 
 def of_kernel(gemm: Gemm, partials: tuple[Any, ...]) -> SplitSums:
-    """The split sums inside a kernel; `partials` are the references of its `outputs`."""
+    """The `SplitSums` of the current warpgroup in a kernel. `partials` are the kernel's references to its `outputs`."""
     if gemm.splits == 1:
         return SplitSums(gemm)
     return SplitSums(gemm, partials[0], pl.get_global(plgpu.SemaphoreType.REGULAR(_shape(gemm)[:2])))
 
 
 def outputs(gemm: Gemm) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The additional result that a kernel needs, if any."""
+    """The additional results that a kernel needs: one if contractions are split, otherwise none."""
     return () if gemm.splits == 1 else (jax.ShapeDtypeStruct(_shape(gemm), jnp.float32),)
 
 
 def _shape(gemm: Gemm) -> tuple[int, ...]:
-    """[block's tile, warpgroup, split except the first, row, column]"""
+    """Shape of the partial sums: [block's tile, warpgroup, split except the first, row, column]."""
     return gemm.cluster_tiles // gemm.splits * gemm.cluster, 2, gemm.splits - 1, *gemm.part

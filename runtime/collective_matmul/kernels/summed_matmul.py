@@ -1,9 +1,10 @@
-"""GEMM whose results are summed over devices, in one Mosaic-GPU kernel for Hopper. Sends tiles as they are computed.
+"""A GEMM and the sum of its results over devices, in one Mosaic-GPU kernel for Hopper.
 
     matmul_reduce_scatter   out = this device's rows of  sum over devices of  x @ w
     matmul_all_reduce       out = all of it
 
-Every tile of the product has an owner. `shots = 2` (DistFuse's immediate communication, section 3):
+Every tile of the product has an owner: the device that sums it. With `shots = 2`, tiles go to their owners (DistFuse,
+section 3, calls this immediate communication):
 
     device 0                                            device 1
       tiles of 1  -> staged on 1  ----------------->      tiles of 1, later:  own part + staged -> out
@@ -11,27 +12,28 @@ Every tile of the product has an owner. `shots = 2` (DistFuse's immediate commun
                                        |
                                        +-- all-reduce: the same TMA store goes to the other devices' out, too
 
-A device computes tiles of other owners first and its own tiles later (`SummedGemm.job`). By then the others' partial
-sums of the own tile lie in `staged`. A tile is processed piece by piece while the next tile is multiplied
-(`held_parts`): another owner's part is sent to it; an own part is added to the staged ones in float32. So the owner's
-partial sums stay in registers, and multiplying continues.
+A device computes tiles of other owners first and its own tiles later (`SummedGemm.job`). By then the other devices'
+partial sums of its own tiles lie in `staged`. A tile is processed piece by piece while the next tile is multiplied
+(`held_parts`). A part of another owner's tile is sent to that owner. A part of an own tile is added to the staged parts
+in float32. So the owner's partial sums stay in registers, and multiplying continues.
 
 `shots = 1` is for results of one wave of tiles, which are bound by latency. Every device sends its partial sums to all
-devices, and each device adds all of them. Several blocks may share a contraction (`split_sums`).
+devices, and each device adds all partial sums. Several blocks may share a contraction (`split_sums`).
 
 All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` are on the
-receiver. The sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), at
-least one turn after the last piece. The owner acquires, and fences the proxies before its TMA loads.
+receiver. The sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope). This
+is at least one turn after the last piece. The owner acquires, and fences the proxies before its TMA loads.
 
-Legality: one axis of the mesh of at most `MOST_DEVICES`; NVLink or other peer access between its devices; no NVSHMEM
-needed. No NCCL collective may be in flight on these devices: each could wait for SMs that the other holds. The kernel's
-own blocks cannot deadlock: a tile waits only for tiles that all devices compute earlier in the same order, and a block
-signals everything that it has sent before it waits. Bitwise deterministic: all parts are rounded, and an owner adds
-them in float32, its own part first, then by distance. All devices get the same bits of an all-reduce.
+Legality: the kernel works along one mesh axis of at most `MOST_DEVICES` devices. They need NVLink or other peer access,
+but not NVSHMEM. No NCCL collective may be in flight on these devices: kernel and collective could each wait for SMs
+that the other holds. The kernel's own blocks cannot deadlock. A tile waits only for tiles that all devices compute
+earlier in the same order, and a block signals everything that it has sent before it waits. Results are bitwise
+deterministic. All parts are rounded, and an owner adds them in float32: first its own part, then other devices' parts
+in the order of their distance. After an all-reduce, all devices have the same bits.
 
-Cost: max(GEMM, bytes over the link) plus the time to send the last wave. Bytes over the link per device: (n - 1) / n of
-the result for a reduce-scatter, twice that for an all-reduce, n - 1 times the result with one shot. Staging memory:
-(n - 1) / n of the result, n times the result with one shot.
+Cost: max(GEMM, bytes over the link) plus the time to send the last wave. With n devices, a device sends (n - 1) / n of
+the result for a reduce-scatter, and twice as many bytes for an all-reduce. With one shot, it sends n - 1 times the
+result. Staging memory takes (n - 1) / n of the result with two shots, and n times the result with one shot.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from dhelix.runtime.collective_matmul.kernels.owned_tiles import Job, SummedGemm
 
 
 def summed_matmul(plan: SummedGemm, axis: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
-    """x @ w summed over the devices of `axis`, inside `shard_map`; `name` is the kernel's name in profiles."""
+    """Computes the sum over the devices of `axis` of x @ w, inside `shard_map`. Profiles show the kernel as `name`."""
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         _kernel(plan, axis, *refs, **scratch)
@@ -125,21 +127,21 @@ def _kernel(
 
 @dataclass(frozen=True)
 class _Links:
-    """Sends and sums results; one instance for each compute warpgroup.
+    """Sends and sums results. Each compute warpgroup has its own instance.
 
     Attributes:
       plan: the GEMM and its sum.
       axis: the mesh axis.
       me: this device.
-      peers: the other devices by turn. TMA needs a peer's index computed from constants and this device's index only.
-        The indices are computed once, because each computed index gets TMA descriptors of its own.
+      peers: the other devices by turn. For TMA, a peer's index must be computed only from constants and this device's
+        index. Indices are computed once, because each computed index gets TMA descriptors of its own.
       out, staged: results and staging memory, in global memory of every device.
-      slots: [store_slots, 64, store_columns] in shared memory, of this warpgroup.
+      slots: this warpgroup's slots in shared memory, [store_slots, 64, store_columns].
       loaded: this warpgroup's barrier for loads of the other devices' parts.
       arrived: counters of the parts in `staged`.
-      finished: counts warpgroups of other devices that have stored everything for this device's `out`; None if other
-        devices store nothing there.
-      all_devices: the rendezvous of the devices, before anything is sent.
+      finished: counter of the other devices' warpgroups that have stored everything for this device's `out`; None if
+        other devices store nothing there.
+      all_devices: the rendezvous of the devices. It must be over before anything is sent.
     """
 
     plan: SummedGemm
@@ -155,10 +157,10 @@ class _Links:
     all_devices: Meeting
 
     def behind(self, held: Held, turn: int) -> None:
-        """Does one turn of the held part: sends a piece to another owner, or adds the others' pieces to an own part."""
+        """Does one turn of the held part: sends a piece to its owner, or adds other devices' pieces to an own part."""
         if self.plan.shots == 1:  # needs no `is_complete`: with splits there is one wave, so `behind` never runs
             return self._exchange(held) if turn == 0 else None
-        job = opaque.scalars(self.job(held.place))  # LLVM computes the job once, but addresses at each turn
+        job = opaque.scalars(self.job(held.place))  # so that LLVM computes addresses at each turn, not earlier
         held, pieces = Held(held.part, opaque.scalars(held.place)), len(self.plan.pieces)
 
         @pl.when(self.is_others(job))
@@ -176,7 +178,7 @@ class _Links:
             self._adding(job, self.plan.devices - 1).behind(held, turn)
 
     def finish(self, held: Held) -> None:
-        """Does all turns of `behind`, for the last part."""
+        """Does all turns of `behind` at once, for the last part."""
         if self.plan.shots == 1:
             pl.when(self.is_complete(held.place))(lambda: self._exchange(held))
             return
@@ -194,7 +196,7 @@ class _Links:
             self._adding(job, self.plan.devices - 1).finish(held)
 
     def leave(self) -> None:
-        """Returns when the other devices have stored everything for this device, too."""
+        """Waits until the other devices have stored everything for this device's `out`."""
         gemm, plan = self.plan.gemm, self.plan
         if self.finished is None:
             return
@@ -217,11 +219,11 @@ class _Links:
         return job.turn < self.plan.devices - 1
 
     def where(self, job: Job) -> tuple[jax.Array, jax.Array]:
-        """Index of this warpgroup's part in `arrived`; in `staged` it comes after the source."""
+        """Index of this warpgroup's part in `arrived`. In `staged`, this index follows the index of the source."""
         return job.tile * self.plan.gemm.cluster + lax.axis_index(RANK), lax.axis_index(GROUP)
 
     def _sending(self, job: Job) -> Storing:
-        """Sends a part to its owner, which is another device."""
+        """The `Storing` that sends a part to its owner, which is another device."""
 
         def send(_: Place, slot: Any, number: int) -> None:
             for turn, peer in enumerate(self.peers):
@@ -236,7 +238,8 @@ class _Links:
     def _await_all(self, held: Held) -> None:
         """Waits until all devices have begun, if this may be the first part that the block sends.
 
-        A block whose first part is an own one has received the others' parts, so all devices have begun.
+        If a block's first part belongs to this device, the block does not send it. Before the block sends its next
+        part, it has received the other devices' parts of the first one, so all devices have begun.
         """
 
         @pl.when(held.place.number < self.plan.gemm.clusters)
@@ -245,18 +248,18 @@ class _Links:
             hopper_gemm.fence_proxies()
 
     def _tell(self, job: Job) -> None:
-        """Signals the owner of a part when all of the part has arrived there."""
+        """Waits until all of a part has arrived at its owner, and then signals the owner."""
         owner = lax.rem(self.me + 1 + job.turn, jnp.int32(self.plan.devices))
         plgpu.wait_smem_to_gmem(0)
         pl.semaphore_signal(self.arrived.at[self.where(job)], device_id={self.axis: owner})
 
     def _wait(self, job: Job) -> None:
-        """Waits until all others' parts of an own part have arrived, before loads of any kind."""
+        """Waits until all other devices' parts of an own tile have arrived. Loads of any kind may then read them."""
         pl.semaphore_wait(self.arrived.at[self.where(job)], self.plan.devices - 1, decrement=False)
         hopper_gemm.fence_proxies()
 
     def _adding(self, job: Job, sources: int) -> Adding:
-        """Adds the staged parts of `sources` devices to an own part."""
+        """The `Adding` that adds the staged parts of `sources` devices to an own part."""
 
         def staged(source: int, number: int) -> Any:
             return self.staged.at[(source, *self.where(job), number)]
@@ -264,7 +267,7 @@ class _Links:
         return Adding(self.plan.gemm, self.slots, self._store_out, self.loaded, staged, sources)
 
     def _exchange(self, held: Held) -> None:
-        """Sends this device's part to all devices, itself included, and adds all parts in the order of the devices."""
+        """Sends this device's part to all devices (also to itself), and adds all parts in the order of the devices."""
         self._await_all(held)
         job = self.job(held.place)
         where = self.where(job)
@@ -284,7 +287,7 @@ class _Links:
         self._adding(job, self.plan.devices).finish(Held(jnp.zeros_like(held.part), held.place))
 
     def _store_out(self, place: Place, slot: Any, _: int) -> None:
-        """Stores a piece of the result: on this device only, or on all devices for an all-reduce of two shots."""
+        """Stores a piece of the result on this device. An all-reduce with two shots stores it on all devices."""
         plan, (rows, columns) = self.plan, slot.shape
         row = place.row - self.me * plan.out_shape[0] if plan.scatter else place.row
         there = pl.ds(row, rows), pl.ds(place.column, columns)

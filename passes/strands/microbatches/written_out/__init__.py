@@ -1,1 +1,1 @@
-"""Finds micro-batches that Python or `unroll=` unrolled, proves that they are equal, and rolls them into a loop."""
+"""Finds micro-batches that a Python loop or `unroll=` unrolled, proves that they are equal, and makes them a loop."""

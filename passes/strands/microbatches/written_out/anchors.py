@@ -1,7 +1,8 @@
-"""Anchors: one operation of each of N independent backward passes in a program. Also says what belongs to each part.
+"""Finds anchors: one operation from each of N independent backward passes of a program.
 
-Unrolled micro-batches are recognized by their backward passes: operations of the same name and kind that do not depend
-on each other. Unrolled layers do depend on each other.
+Unrolled micro-batches are recognized by their backward passes. These hold operations of the same name and kind that do
+not depend on each other, whereas unrolled layers depend on each other. The part of an anchor consists of the
+instructions that belong to its micro-batch (`labels`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _DIFFERENTIATED = re.compile(r"(jvp|transpose)\(")
 
 
 def anchors(computation: Computation) -> list[Instruction]:
-    """The anchors: independent operations of the kind that has fewest. Empty if some kind occurs only once."""
+    """The anchors: all independent operations of one kind, the kind that has the fewest such operations.
+
+    Empty if some kind occurs only once.
+    """
     kinds: dict[Hashable, list[Instruction]] = {}
     for instruction in computation.instructions:
         if (kind := _kind(instruction)) is not None:
@@ -31,10 +35,11 @@ def anchors(computation: Computation) -> list[Instruction]:
 
 
 def labels(computation: Computation, found: list[Instruction]) -> dict[Instruction, int]:
-    """The parts that each instruction depends on or belongs to, as bits: 1 << k is the part of anchor k.
+    """A label for each instruction: the set of parts that the instruction belongs to or depends on.
 
-    The label is 0 for instructions of no part: constants, instructions that lead to several anchors, and those that
-    neither lead to one nor depend on a part.
+    A label is a bit mask, in which 1 << k stands for the part of anchor k. The label is 0 for instructions of no part.
+    These are constants, instructions that lead to several anchors, and instructions that neither lead to an anchor nor
+    depend on a part.
     """
     fixed = constants(computation)
     leads_to = dict.fromkeys(computation.instructions, 0) | {anchor: 1 << k for k, anchor in enumerate(found)}
@@ -48,12 +53,12 @@ def labels(computation: Computation, found: list[Instruction]) -> dict[Instructi
         for operand in instruction.operands:
             label[instruction] |= label[operand]
         if label[instruction] and instruction.proto.custom_call_target == _RESULT:
-            label[instruction] = (1 << len(found)) - 1  # stays with the program's results
+            label[instruction] = (1 << len(found)) - 1  # this call stays with the program's results
     return label
 
 
 def constants(computation: Computation) -> set[Instruction]:
-    """Constants, and cheap results of constants alone."""
+    """Constants, and instructions that make cheap values from constants alone, such as broadcasts."""
     found: set[Instruction] = set()
     for i in computation.instructions:
         if i.opcode in ("constant", "iota") or (i.opcode in _OF_CONSTANTS and found.issuperset(i.operands)):
@@ -66,7 +71,7 @@ def is_backward(instruction: Instruction) -> bool:
 
 
 def takes_gradients(instruction: Instruction) -> bool:
-    """Whether it is a dot or a loop of a backward pass, or a call whose callee holds one."""
+    """Whether `instruction` is a dot or a loop of a backward pass, or a call of a function that holds one of these."""
     if instruction.opcode == "call":
         inside = [i for i in graph.walk(instruction.called[0]) if i.opcode in _WEIGHTY]
         return bool(inside) and (is_backward(instruction) or any(map(is_backward, inside)))
@@ -74,7 +79,9 @@ def takes_gradients(instruction: Instruction) -> bool:
 
 
 def _kind(instruction: Instruction) -> Hashable | None:
-    """A key that is equal for all copies of one operation of the user's program; None if it takes no gradients.
+    """A key that is equal for all copies of one operation of the user's program.
+
+    None if the operation takes no gradients.
 
     The key ignores shapes, so that micro-batches of unequal sizes are found, too, and reported.
     """
@@ -85,7 +92,10 @@ def _kind(instruction: Instruction) -> Hashable | None:
 
 
 def _own_name(instruction: Instruction) -> str:
-    """The name from its first `jvp(` or `transpose(` on: the prefix differs between a loop and the code around it."""
+    """The instruction's name from the first `jvp(` or `transpose(` on.
+
+    The rest of the name is cut off, because it differs between a loop and the code around the loop.
+    """
     found = _DIFFERENTIATED.search(instruction.op_name)
     return instruction.op_name[found.start() :] if found else instruction.op_name
 

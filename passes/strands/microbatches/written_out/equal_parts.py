@@ -1,4 +1,4 @@
-"""Finds micro-batches that a program holds one next to another, and proves that they are equal.
+"""Finds unrolled micro-batches in a program, and proves that they are equal.
 
     what a Python loop and unroll= write:            found here, for k = 0 .. N-1:
       g0 = backward(w, slice(x, 0), key0)              input        slice(x, k), key_k
@@ -14,10 +14,11 @@
 3. Walk from the anchors, summands and other results to their operands, in all parts at once. Operands are ordered, so
    the walk has no choices. It ends at values that all parts share (shared), and at values that differ (inputs).
 
-The proof for N instructions that become one: they have the same opcode, shape, attributes and called computations, and
-the same holds for their operands. Inputs depend on no anchor, and on no product of a part. No part has a product that
-other parts lack. Otherwise the parts are not equal, and `Unequal` says where they differ.
-Cost: linear in instructions, once for each kind of operation that may be an anchor.
+N instructions of N parts become one instruction if they are equal. They must have the same opcode, shape, attributes
+and called computations, and their operands must be equal, too. Inputs must depend on no anchor, and on no matrix
+product of a part. No part may have a matrix product that other parts lack. Otherwise the parts are not equal, and
+`Unequal` says where they differ.
+Cost: time linear in the number of instructions, for each kind of operation that may be an anchor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dhelix.passes.strands.microbatches.written_out.anchors import anchors, cons
 from dhelix.passes.strands.microbatches.written_out.signatures import Signatures
 from dhelix.passes.strands.microbatches.written_out.sums import Chain, chains
 
-_LARGE = 64 * 2**20  # bytes: most that stacks of results, or of inputs that are no slices of one array, may take
+_LARGE = 64 * 2**20  # limit in bytes for stacks of results, and for stacks of inputs that are not slices of one array
 _MOVING = ("reshape", "convert", "transpose", "copy")
 _CUTTING = ("slice", "dynamic-slice", "gather")
 _HEAVY = ("dot", "convolution")
@@ -63,7 +64,7 @@ class Value:
     """One value of the loop's body.
 
     Attributes:
-      row: its instruction in each part; None for a part that has no use of it.
+      row: the value's instruction in each part; None for a part that does not use the value.
       role: "computed" (by each part from `operands`), "shared" (by all parts) or "input" (differs by part).
       operands: the operands of a computed value.
     """
@@ -84,7 +85,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum to which the parts are added one after another (or with which another operation combines them).
+    """A sum to which the parts are added one after another. Another operation may take the place of the addition.
 
     Attributes:
       start: the value that the first part is added to; None if the sum starts as the first part.
@@ -99,7 +100,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Result:
-    """A value of a part that is read outside: the value, the part's number, and its instruction in that part."""
+    """A value of a part that is read outside of the part, with the part's number and the value's instruction there."""
 
     value: Value
     part: int
@@ -108,7 +109,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Parts:
-    """`count` equal parts of `computation`. `values` are in operands-first order; `name` is their common name stack."""
+    """`count` equal parts of `computation`. In `values`, operands come first. All parts have the name stack `name`."""
 
     computation: Computation
     count: int
@@ -127,7 +128,7 @@ class Parts:
 
     @property
     def kept(self) -> list[Value]:
-        """The values that have results."""
+        """The values that are read outside of their parts."""
         return list(dict.fromkeys(result.value for result in self.results))
 
 
@@ -135,7 +136,7 @@ def equal_parts(computation: Computation) -> Parts | None:
     """The equal parts of `computation`; None if it does not hold several independent backward passes.
 
     Raises:
-      Unequal: it holds several, but they are not proved to be equal.
+      Unequal: the computation holds several independent backward passes, but they are not proved to be equal.
     """
     found = anchors(computation)  # Step 1
     return _Search(computation, found).parts() if len(found) > 1 else None
@@ -181,7 +182,7 @@ class _Search:
                 raise self._refuse(f"{what} has ordered side effects", i)
 
     def _private(self, row: Row) -> bool:
-        """Whether each instruction belongs to its own part alone."""
+        """Whether, for each k, instruction number k of the row belongs to part k alone."""
         return all(i is None or self.label[i] == 1 << k for k, i in enumerate(row))
 
     def _alike(self, row: Row) -> bool:
@@ -192,7 +193,10 @@ class _Search:
         return all(self.signatures.of(i) == self.signatures.of(present[0]) for i in present[1:])
 
     def _walk(self, row: Row) -> Value:
-        """Makes one value of `row`, and of its operands. Raises Unequal if that is impossible."""
+        """Makes one value from the instructions of `row`, and values from their operands.
+
+        Raises Unequal if the instructions or their operands are not equal.
+        """
         stack = [row]
         while stack:
             top = stack[-1]
@@ -222,12 +226,15 @@ class _Search:
         return [known[o].row if o in known else self._alone(part, o) for o in alone.operands]
 
     def _alone(self, part: int, instruction: Instruction) -> Row:
-        """The row of an instruction that only part `part` reads: that part's own if labelled so, else shared by all."""
+        """The row of an instruction that only part `part` reads.
+
+        If the label of the instruction is this part, other parts have None in the row. Otherwise all parts share it.
+        """
         own = self.label[instruction] == 1 << part
         return tuple(instruction if not own or k == part else None for k in range(self.count))
 
     def _end(self, row: Row) -> Value | None:
-        """The shared value or input at which the walk ends; None if it goes on to the operands."""
+        """The shared value or input at which the walk ends; None if the walk goes on to the operands of `row`."""
         first = next(i for i in row if i is not None)
         if all(i is first for i in row):
             if first in self.constants or first.opcode == "tuple":
@@ -265,7 +272,7 @@ class _Search:
         return Sum(start, chain, self._walk((first, *chain.summands)))
 
     def _results(self, additions: set[Instruction]) -> list[Result]:
-        """The values of parts that instructions outside of the parts and sums read."""
+        """The results: values of parts that are read by instructions outside of the parts and sums."""
         found: list[dict[Instruction, None]] = [{} for _ in self.anchors]
         single = {1 << k: k for k in range(self.count)}
         for reader in self.computation.instructions:
@@ -292,7 +299,7 @@ class _Search:
         return results
 
     def _before_inputs(self) -> set[Instruction]:
-        """The instructions that make inputs. Raises Unequal if a product of a part is among them."""
+        """The instructions that make inputs. Raises Unequal if a matrix product of a part is among them."""
         inputs = [v for v in self.values if v.role == "input"]
         before = graph.ancestors(self.computation, [i for v in inputs for i in v.instances])
         heavy = next((i for i in before if self.label[i] and is_heavy(i)), None)
@@ -317,9 +324,9 @@ class _Search:
 
 
 def is_heavy(instruction: Instruction) -> bool:
-    """Whether the instruction is a product, or calls a computation that holds one.
+    """Whether the instruction is a matrix product or a convolution, or calls a computation that holds such a product.
 
-    Custom calls count as products, except those that draw random numbers and sharding constraints.
+    Custom calls count as products, except sharding constraints and calls that draw random numbers.
     """
     if instruction.opcode == "custom-call":
         drawn = "threefry" in instruction.proto.custom_call_target  # random numbers on GPUs
@@ -330,7 +337,7 @@ def is_heavy(instruction: Instruction) -> bool:
 
 
 def _slices_of_one(row: Row) -> bool:
-    """Whether the parts read different elements of one array."""
+    """Whether all instructions of `row` take elements of one array, by slices or gathers."""
     sources = set()
     for i in row:
         assert i is not None

@@ -1,4 +1,4 @@
-"""Gives each micro-batch its own iteration in a loop whose iterations `unroll=` made of several micro-batches.
+"""Gives each micro-batch its own iteration, in a loop whose iterations hold several micro-batches because of `unroll=`.
 
 Before (N equal parts in an iteration):          After (i, g, ls as before; j and l are new):
     while i < M / N:                                 while j < M:
@@ -9,16 +9,16 @@ Before (N equal parts in an iteration):          After (i, g, ls as before; j an
       i = i + 1                                        ls[i] = l, i = i + 1, if k == N - 1
 
 Contract
-    Consumes  a loop with a proved trip count. Its body is N equal parts (`equal_parts`), loop-carried sums, and little
-              else: counters, slices of the batch, small results.
-    Makes     the loop above. All N new iterations repeat what the old one did outside of its parts; only the last one
-              keeps the results.
-    Leaves    loops that do more, such as an update of parameters: their iterations are steps, each with its own
-              micro-batches.
+    Consumes  a loop with a proved trip count. Its body consists of N equal parts (`equal_parts`), loop-carried sums,
+              and little else: counters, slices of the batch, small results.
+    Makes     the loop above. Each of the N new iterations repeats what the old iteration did outside of its parts. Only
+              the last of the N iterations keeps the results of this work.
+    Leaves    loops that do more, such as an update of parameters. In such loops, an iteration is a step, which has its
+              own micro-batches.
 
 Why it is legal: iteration j computes what part j % N of iteration j / N did. Until the last of these N iterations, all
-state except sums stays unchanged, so reads of it return the same values.
-Cost: slices of N micro-batches instead of one, and a select for each small element of the state.
+state except sums stays unchanged, so reads of this state return the same values.
+Cost: each iteration slices N micro-batches instead of one, and has a select for each small element of the state.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dhelix.passes.hlo.stacks import read_slot, stack, static_slot, write_slot
 from dhelix.passes.strands.microbatches.written_out.equal_parts import Parts, is_heavy
 from dhelix.passes.strands.microbatches.written_out.loop_rolling import NAME, add, compute, counts_to, empty
 
-_LARGE = 16 * 2**20  # bytes of state that may be selected in each iteration: little memory traffic
+_LARGE = 16 * 2**20  # limit in bytes for the state that each iteration selects, so that memory traffic stays small
 
 
 def flatten(loop: WhileLoop, parts: Parts) -> Instruction | None:
-    """Replaces `loop`, whose body holds the parts, and returns the new loop; None if `loop` must stay."""
+    """Replaces `loop`, whose body holds `parts`, by a new loop and returns it. Returns None if `loop` must stay."""
     trips = loop.trip_count
     carried = _carried(loop, parts)
     if not trips or carried is None or not _is_little(loop, parts, carried):
@@ -56,7 +56,10 @@ def flatten(loop: WhileLoop, parts: Parts) -> Instruction | None:
 
 
 def _carried(loop: WhileLoop, parts: Parts) -> dict[int, int] | None:
-    """State element -> number of the sum over parts that it carries; None unless the loop carries every sum."""
+    """A map from each state element that carries a sum over parts to the sum's number.
+
+    None unless the loop carries every sum over parts.
+    """
     users, root = loop.body.users(), loop.body.root
     found: dict[int, int] = {}
     for n, one in enumerate(parts.sums):
@@ -70,7 +73,7 @@ def _carried(loop: WhileLoop, parts: Parts) -> dict[int, int] | None:
 
 
 def _is_little(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> bool:
-    """Whether what is outside of the parts is cheap enough to repeat for each of them."""
+    """Whether the work outside of the parts is cheap enough to be repeated for each part."""
     others = [k for k in range(loop.size) if k not in carried and k not in loop.invariants]
     if sum(shapes.byte_size(loop.instruction.shape.tuple_shapes[k]) for k in others) > _LARGE:
         return False

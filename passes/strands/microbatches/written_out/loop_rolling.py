@@ -1,4 +1,4 @@
-"""Rolls micro-batches that Python or `unroll=` unrolled back into a loop, which strand_duplication consumes.
+"""Rolls unrolled micro-batches back into a loop, which strand_duplication consumes.
 
 Before:                                  After:
     g0, l0 = backward(w, slice(x, 0))        xs = concatenate(slice(x, 0), slice(x, 1), ...)
@@ -10,15 +10,15 @@ Before:                                  After:
 
 Contract
     Consumes  N equal parts of one computation (`equal_parts`, which proves that they are equal).
-    Makes     a `while` of N iterations. Inputs that differ by part are stacked before it. The loop stacks results that
-              are read after the loop. A sum without a start value starts as the operation's neutral element: -0.0 + g
-              is g.
+    Makes     a `while` of N iterations. Inputs that differ by part are stacked before the loop. The loop stacks results
+              that are read after the loop. A sum without a start value starts with the neutral element of its
+              operation. For additions this is -0.0, because -0.0 + g is g.
     Keeps     every value, and the order of additions.
-    Leaves    instructions that belong to no part, and those that compute inputs.
+    Leaves    instructions that belong to no part, and instructions that compute inputs.
 
-Why it is legal: by the proof, iteration k computes what part k did, from the same operands.
-Cost: memory for the stacks of inputs (a copy of the batch, keys) and of small results.
-No paper: it is what the program's author would do by hand.
+Why it is legal: `equal_parts` proves that iteration k computes what part k did, from the same operands.
+Cost: memory for stacks of inputs (such as a copy of the batch, and random keys) and for stacks of small results.
+This rewrite is not based on a paper. The author of a program would do it by hand.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def roll(parts: Parts) -> Instruction:
 
 
 def counts_to(computation: Computation, state: Instruction, index: int, bound: int) -> Computation:
-    """Makes `computation` the condition that element `index` of a state like `state` is less than `bound`."""
+    """Fills `computation` with a loop condition: element `index` of the loop's state is less than `bound`.
+
+    The loop's state has the shape of `state`.
+    """
     builder = Builder(computation)
     counter = builder.element(builder.parameter(0, state.shape), index)
     limit = builder.scalar(bound, shapes.S32)
@@ -83,9 +86,9 @@ def counts_to(computation: Computation, state: Instruction, index: int, bound: i
 
 
 def compute(builder: Builder, parts: Parts, made: Copies) -> None:
-    """Emits the instructions of one part. Inputs and shared values are in `made`; the computed values are added to it.
+    """Emits the instructions of one part. `made` holds inputs and shared values; the computed values are added to it.
 
-    Instructions keep the order of the first part as far as operands allow, since passes depend on what comes first.
+    Instructions keep the order of the first part as far as operands allow, since other passes depend on this order.
     """
     place = {i: n for n, i in enumerate(parts.computation.instructions)}
     order = {value: -1 for value in parts.values if value.role != "computed"}
@@ -98,7 +101,7 @@ def compute(builder: Builder, parts: Parts, made: Copies) -> None:
 
 
 def add(builder: Builder, one: Sum, old: Instruction, made: Copies) -> Instruction:
-    """Emits one step of a sum, from its value `old`. Returns the new value."""
+    """Emits one step of the sum `one`, which adds the summand to the sum's value `old`. Returns the new value."""
     operation, *constraints = one.chain.path
     operands = [made[one.summand], made[one.summand]]
     operands[one.chain.slot] = old
@@ -109,7 +112,7 @@ def add(builder: Builder, one: Sum, old: Instruction, made: Copies) -> Instructi
 
 
 def start_of(builder: Builder, one: Sum) -> Instruction:
-    """The start value of a sum: its own, or the neutral element with the sum's sharding constraints."""
+    """The start value of a sum. If the sum has none, the neutral element with the sum's sharding constraints."""
     if one.start is not None:
         return one.start
     operation, *constraints = one.chain.path
@@ -133,7 +136,10 @@ def filled(builder: Builder, value: float, shape: Any) -> Instruction:
 
 
 def _neutral(operation: Instruction) -> float:
-    """The number for which `op(neutral, x)` is x to the last bit. Floats add -0.0: 0.0 + -0.0 is 0.0."""
+    """The number for which `operation(number, x)` is x to the last bit.
+
+    For floating-point additions it is -0.0. It cannot be 0.0, because 0.0 + -0.0 is 0.0.
+    """
     floating = shapes.is_floating(operation.shape)
     addition = -0.0 if floating else 0
     extremes = {"maximum": -math.inf, "minimum": math.inf}

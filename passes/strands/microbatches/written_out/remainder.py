@@ -1,11 +1,11 @@
-"""Joins micro-batches before or behind a loop, where `unroll=` leaves some over, with the micro-batches of that loop.
+"""Joins micro-batches before or after a loop with the micro-batches in the loop. `unroll=` can leave such a remainder.
 
     while i < 2: two micro-batches          g0, ..., g3 unrolled, g4             loop_rolling:
     g = g + backward(w, x[4])          ->                                   ->   while k < 5: one micro-batch
 
-The loop is unrolled and rolled again together with the micro-batches around it, if `equal_parts` proves that all of
-them are equal. If not, the loop stays.
-Why it is legal: a loop equals its iterations, one after another. Cost: compile time for the unrolled program.
+The loop is unrolled, and rolled again together with the micro-batches around it, if `equal_parts` proves that all
+micro-batches are equal. If they are not equal, the loop stays as it is.
+Why it is legal: an unrolled loop computes the same values as the loop. Cost: compile time for the unrolled program.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from dhelix.passes.hlo.edit import (
 from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, takes_gradients
 from dhelix.passes.strands.microbatches.written_out.equal_parts import Parts, Unequal, equal_parts
 
-_LARGEST = 20_000  # instructions of an unrolled loop; bounds the time of this pass
+_LARGEST = 20_000  # limit on the instructions of an unrolled loop, so that this pass takes little time
 
 
 def with_remainder(
     computation: Computation, keep: Callable[[Instruction], bool], refusals: list[PassRefusal]
 ) -> Parts | None:
-    """The micro-batches of a loop of `computation` and around it, as parts of a changed copy of `computation`.
+    """Joins the micro-batches in a loop of `computation` with the micro-batches around the loop.
 
     Args:
-      keep: whether a call stays a call.
-      refusals: receives the reason if they are not equal.
+      keep: says whether a call stays a call.
+      refusals: receives the reason if the micro-batches are not equal.
 
     Returns:
-      None if no loop can be joined with others.
+      The micro-batches in and around the loop, as parts of a changed copy of `computation`. None if no loop can be
+      joined with micro-batches around it.
     """
     places = [n for n, i in enumerate(computation.instructions) if i.opcode == "while"]
     for place in places:
@@ -62,7 +63,7 @@ def with_remainder(
 
 
 def _trips(instruction: Instruction) -> int | None:
-    """The trip count of a loop that is small enough to unroll; None for others."""
+    """The trip count of a loop that is small enough to unroll; None for other loops."""
     try:
         trips = WhileLoop(instruction).trip_count
     except PassRefusal:

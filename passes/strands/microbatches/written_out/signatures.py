@@ -10,7 +10,7 @@ _ACCIDENTAL = (
 
 
 class Signatures:
-    """Caches signatures. The instructions must not change meanwhile."""
+    """Computes signatures and caches them. Instructions must not change while the cache is in use."""
 
     def __init__(self) -> None:
         self._of: dict[Instruction, bytes] = {}

@@ -1,4 +1,4 @@
-"""Finds sums over the parts of a program in a fixed order: `((y0 + y1) + y2) + y3`, with or without a start value.
+"""Finds sums that add the parts of a program one by one: `((y0 + y1) + y2) + y3`, with or without a start value.
 
 u1 = op(y0, y1);  u2 = op(u1, y2);  ...         one chain: `op` is an addition, a maximum, ..., and each step may
 u0 = op(start, y0);  u1 = op(u0, y1);  ...      end in sharding constraints
@@ -13,18 +13,18 @@ from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.strands.microbatches.written_out.signatures import Signatures
 
-_COMBINING = ("add", "multiply", "maximum", "minimum")  # of numbers
+_COMBINING = ("add", "multiply", "maximum", "minimum")  # operations on numbers
 _LOGICAL = ("and", "or")
 type Labels = Mapping[Instruction, int]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The steps that add the second part and all later ones.
+    """The steps of a sum that add the second part and all later parts.
 
     Attributes:
       order: numbers of the parts, in the order in which they are added.
-      steps: for each part except the first, the operation and the sharding constraints behind it.
+      steps: for each part except the first, the operation that adds the part, and the sharding constraints after it.
       slot: the number of the operand that is the result of the previous step.
     """
 
@@ -34,7 +34,7 @@ class Chain:
 
     @property
     def path(self) -> tuple[Instruction, ...]:
-        """The first step, which stands for all."""
+        """The operation and the constraints of the first step. They represent all steps."""
         return self.steps[0]
 
     @property
@@ -63,9 +63,9 @@ class Chain:
 
 
 def chains(computation: Computation, label: Labels, count: int, signatures: Signatures) -> list[Chain]:
-    """The chains that add all parts. Only the next step reads the result of a step."""
+    """The chains that add all parts. Only the next step of a chain may read the result of a step."""
     users = computation.users()
-    users[computation.root] = [computation.root, computation.root]  # twice: no chain continues behind it
+    users[computation.root] = [computation.root, computation.root]  # listed twice, so that no chain continues after it
     found = []
     for i in computation.instructions:
         if _combines(i) and all(label[o].bit_count() == 1 for o in i.operands) and label[i].bit_count() == 2:
@@ -117,12 +117,12 @@ def _is_begun(operation: Instruction, value: Instruction, slot: int, label: Labe
 
 
 def _bare(value: Instruction) -> Instruction:
-    """The operand of a sharding constraint; other values unchanged."""
+    """The operand of `value` if `value` is a sharding constraint; otherwise `value` itself."""
     return value.operands[0] if is_sharding_constraint(value) else value
 
 
 def _combines(instruction: Instruction) -> bool:
-    """Whether it is an operation whose neutral element every type of that kind can represent."""
+    """Whether the instruction combines two values, by an operation with a neutral element of its type."""
     if instruction.shape.element_type == shapes.PRED:
         return instruction.opcode in _LOGICAL
     extremes = instruction.opcode in ("maximum", "minimum")
