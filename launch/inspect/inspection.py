@@ -42,7 +42,7 @@ LARGE = 16 * 2**20  # bytes; copies of smaller buffers are not reported
 _LANES = {
     Lane.COMPUTE: COMPUTE,
     Lane.COMM: COMMUNICATION,
-    Lane.COMM_INTER: f"{COMMUNICATION} between nodes",
+    Lane.COMM_2: f"{COMMUNICATION}, second stream",
     Lane.HOST: f"{COMMUNICATION} with the host",
 }
 

@@ -21,6 +21,7 @@ from dhelix.launch.shown.instruction_words import bytes_moved, communicates
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.execution import executions
 from dhelix.passes.communication import exchange
+from dhelix.passes.communication.stream_assignment import StreamAssignment
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.step_time import StepTime, predict
@@ -127,6 +128,7 @@ class Candidate:
                 "body": place.body,
                 "kind": found.kind,
                 "lane": time_of.lane.value,
+                "between_nodes": self.costs[place.instruction].between_nodes,
                 "bytes": bytes_moved(found),
                 "runs": time_of.count,
                 "alone_us": microseconds(time_of.alone / count),
@@ -247,7 +249,7 @@ def _search(program: Program, model: CostModel, options: StepOptions, memory_lim
     original = dict(module.schedule)
     before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
     begun = time.perf_counter()
-    for one in default_passes(options, model=model, memory_limit=memory_limit):
+    for one in default_passes(options, model=model, hardware=costs.hardware, memory_limit=memory_limit):
         if one.stage is Stage.POST_SCHEDULER:
             one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
@@ -258,6 +260,7 @@ def _search(program: Program, model: CostModel, options: StepOptions, memory_lim
     found = make_plan(module, original, model, made_for)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()
+    StreamAssignment(costs.hardware).run(module, PassContext(strict=True))
     PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
     plan = make_plan(module, original, model, made_for)
     timeline = simulate_module(module, costs.hardware, costs)

@@ -1,4 +1,4 @@
-"""Reduces a layer's gradients over data-parallel replicas while the backward of the layer before it runs.
+"""Reduces a layer's gradients over data-parallel replicas while the backward pass of the preceding layer runs.
 
 Before:                                             After:
     for l in L-1 ... 0:                                 grads[L-1] += backward of layer L-1
@@ -8,24 +8,28 @@ Before:                                             After:
                                                         grads[0] = all-reduce(grads[0] / M)
 
 Contract
-    Consumes  an all-reduce of a stack of layers that a loop wrote slot by slot. Each slot is written once and read only
-              by its own accumulation. Between loop and all-reduce there are only elementwise operations with scalars.
-              Calls in the loop's body are inlined (`strand_duplication`). Under automatic sharding, a sum over replicas
-              (`replica_sums`), from which the partitioner makes an all-reduce.
+    Consumes  an all-reduce of a stack of gradients, one slot per layer, that a loop over layers wrote. The loop writes
+              each slot once, and only the slot's own accumulation reads it. Between loop and all-reduce there are only
+              elementwise operations with scalars. Calls in the loop's body are already inlined (`strand_duplication`).
+              Under automatic sharding, a sum over replicas (`replica_sums`) stands for the all-reduce; the partitioner
+              makes an all-reduce from it.
     Makes     the same reduction of each slot, one iteration after the slot is written. The loop's first iteration moves
-              in front of the loop, the last reduction behind it. Sums over replicas get a stack of their own.
+              in front of the loop, and the last reduction comes after the loop. Sums over replicas get a stack of their
+              own.
     Leaves    loops in which both strands run, because the other strand's compute hides the reduction there; stacks with
               less than `least` bytes per layer; groups of one device; all-reduces of another shape or type than the
-              stack's. With a note: loops whose compute hides less than smaller messages cost, according to `model`.
+              stack's. With a note, it also leaves loops in which compute would hide less time than smaller messages
+              cost, according to `model`.
 
-Why it is legal: a slot is final after its own iteration (index tables of the proved counter). The all-reduce and the
-operations before it act on each element alone. All devices reduce the slots in the same order, which constants
-determine. Only the order of additions may change, because NCCL's order depends on an element's position in the buffer.
+Why it is legal: a slot is final after the iteration that writes it; the loop's proved counter gives the slot of each
+iteration. The all-reduce and the operations before it act on each element alone. All devices reduce the slots in the
+same order, because constants determine the order. Only the order of additions may change, because NCCL's order depends
+on an element's position in the buffer.
 
-Cost: one all-reduce per layer instead of one in all, so the latency counts once per layer. The loop's body is in the
-program once more. No memory, except one stack for sums over replicas. Gain: compute can hide all but one layer's
-reduction, in the last backward pass only. The DHelix paper does not treat data-parallel communication; Megatron and DDP
-overlap it in this way.
+Cost: one all-reduce per layer instead of one for all layers, so the latency counts once per layer. The program contains
+the loop's body once more. Sums over replicas need one more stack; nothing else needs more memory. Gain: in the last
+backward pass, compute can hide the reductions of all layers but one. The DHelix paper does not treat data-parallel
+communication. Megatron and DDP overlap it in the same way.
 """
 
 from collections.abc import Callable
@@ -60,9 +64,9 @@ class GradientReduction:
     """Reduces gradients layer by layer.
 
     Attributes:
-      model: costs that decide for each loop. None: every loop is changed.
+      model: costs that decide whether a loop is changed. If None, every loop is changed.
       least: minimal bytes of a layer's gradient; latency dominates smaller messages.
-      costs_decide: without a model, no loop is changed.
+      costs_decide: whether all loops stay unchanged if there is no model.
     """
 
     model: CostModel | None = None
@@ -90,7 +94,7 @@ class GradientReduction:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """`collective(steps(stack))`, where the stack is an element of the loop's state.
+    """The reduction `collective(steps(stack))`, where the stack is an element of the loop's state.
 
     Attributes:
       element: index of the stack in the loop's state.
@@ -110,7 +114,7 @@ class _Reduction:
 
     @property
     def over_replicas(self) -> bool:
-        """Whether it is a sum over a dimension of the stack, so that its shape differs from the stack's."""
+        """Whether the collective is a sum over a dimension of the stack. Its shape then differs from the stack's."""
         return self.collective.opcode == "reduce"
 
     @property
@@ -163,7 +167,7 @@ def _written(loop: WhileLoop, element: int) -> list[int] | None:
 def _collective_of(
     result: Instruction, users: Users, after: set[Instruction], least: int
 ) -> tuple[tuple[Instruction, ...], Instruction] | None:
-    """The elementwise steps on a stack and the all-reduce behind them; None if others read any of these values."""
+    """The elementwise steps on a stack and the reduction after them; None if anything else reads these values."""
     steps: list[Instruction] = []
     value = result
     while len(users[value]) == 1 and value is not value.computation.root:
@@ -195,12 +199,12 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
         return True
     costs = model.costs()
     hardware = costs.hardware
-    layers, lanes = len(found[0].slots), set[Lane]()
+    layers, between_nodes = len(found[0].slots), set[bool]()
     in_one = in_parts = 0.0
     for one in found:
         key = _replicas_key(one, hardware) if one.over_replicas else costs.operator_keys[one.collective]
         if isinstance(key, CollectiveKey):
-            lanes.add(Lane.COMM_INTER if key.nodes > 1 else Lane.COMM)
+            between_nodes.add(key.nodes > 1)
             in_one += model.estimator.solo(key).seconds
             in_parts += model.estimator.solo(replace(key, bytes=key.bytes // layers)).seconds
     body = [costs[i] for i in loop.called[0].instructions]
@@ -211,15 +215,16 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
         compute /= devices
         state = shapes.byte_size(loop.computation.root.shape) * replicas / devices
         waits -= 2 * state / hardware.memory_bandwidth  # the optimizer's reads and writes hide this much
-    of_compute, of_collective = hardware.rates(lanes == {Lane.COMM_INTER})
+    of_compute, of_collective = hardware.rates(between_nodes == {True})
     beside = min((layers - 1) * min(in_parts / of_collective, compute / of_compute), waits)
     return beside * (of_compute + of_collective - 1.0) > _WORTH * (layers * in_parts - in_one)
 
 
 def _replicas_key(one: _Reduction, hardware: Hardware) -> CollectiveKey:
-    """The all-reduce that the partitioner makes from a sum over replicas.
+    """The key of the all-reduce that the partitioner makes from a sum over replicas.
 
-    Assumes that all other mesh axes split the stack, and that they are the minor axes because they communicate more.
+    Assumes that all other mesh axes split the stack. Also assumes that the other axes are the minor axes, because they
+    communicate more.
     """
     others = max(mesh_size(one.collective.computation.module) // one.replicas, 1)
     per_node = max(min(one.replicas, hardware.gpus_per_node // others), 1)
@@ -240,8 +245,8 @@ def _reduce_if_split(loop: Instruction, found: list[_Reduction], context: PassCo
 
 
 def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]) -> None:
-    """Moves the reductions into `rest`, the loop without its first iteration, and the last one behind it."""
-    previous: dict[Instruction, Instruction] = {}  # index of an iteration -> index of the one before
+    """Moves the reductions into `rest`, the loop without its first iteration. The last reduction comes after `rest`."""
+    previous: dict[Instruction, Instruction] = {}  # index of an iteration -> index of the previous iteration
     for one in found:
         index = one.write.operands[2]
         if index not in previous:
@@ -259,7 +264,7 @@ def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]
 def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) -> Instruction | None:
     """Makes the body reduce the previous iteration's slot.
 
-    The barrier keeps the read of that slot before writes to the stack; otherwise XLA would copy the stack.
+    A barrier makes the body read that slot before it writes to the stack. Otherwise, XLA would copy the stack.
 
     Returns:
       For a sum over replicas, the stack of sums after the loop; else None.
@@ -309,7 +314,7 @@ def _slot(builder: Builder, stack: Instruction, place: list[Instruction]) -> Ins
 
 
 def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scalar) -> Instruction:
-    """Applies steps and collective to a final slot. `scalar` makes a scalar available where `builder` builds."""
+    """Applies the steps and the collective to a final slot. `scalar` makes a scalar available to `builder`."""
     known: dict[Instruction, Instruction] = {one.result: slot}
     for step in (*one.steps, one.collective):
         for operand in step.operands:

@@ -169,7 +169,7 @@ class Costs(dict[Instruction, Cost]):
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = instruction_cost(instruction, self.hardware, self.__getitem__)
-        if cost.lane is Lane.COMM_INTER and self.estimator is None:
+        if cost.between_nodes and self.estimator is None:
             self._assumes_network.add(instruction)
         if (kernel := self._kernel(instruction)) is not None:
             cost = self.in_step.kernel(cost, kernel)
@@ -291,7 +291,7 @@ class Costs(dict[Instruction, Cost]):
     ) -> tuple[float, float]:
         if compute in self.instead or exclusive_kernel(compute) is not None:
             return MIN_RATE, 1.0
-        constants = constant_rates(self.hardware, self[collective].lane)
+        constants = constant_rates(self.hardware, self[collective])
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
         own, its = self.operator_keys[compute], self.operator_keys[collective]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from dhelix.passes.analysis.collectives import Collective, find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
 from dhelix.passes.analysis.execution import counted_trips, entered
+from dhelix.passes.analysis.streams import stream_of
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.evaluation.operator_work import Work, work_of
 from dhelix.passes.evaluation.transfers import SENDS, Transfer, find_transfer, host_bytes
@@ -24,12 +25,16 @@ from dhelix.profiles.hardware import Hardware
 
 
 class Lane(enum.Enum):
-    """Resources that run one thing at a time: SMs, links in a node, the network between nodes, the link to the host."""
+    """Queues that run one thing at a time: kernels, XLA's communication streams, and copies to and from the host."""
 
     COMPUTE = "compute"
     COMM = "comm"
-    COMM_INTER = "comm-inter"
+    COMM_2 = "comm-2"
     HOST = "host"
+
+
+COMMUNICATION = (Lane.COMM, Lane.COMM_2)
+"""The lanes of the communication streams, by number (`passes/analysis/streams.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Cost:
       launch: seconds for which compute waits before a collective begins.
       communication: seconds of communication within `seconds`. For a collective matmul kernel, the seconds that its
         collective takes alone.
+      between_nodes: whether the network between nodes carries it.
     """
 
     seconds: float
@@ -52,6 +58,7 @@ class Cost:
     source: Source = Source.GUESS
     launch: float = 0.0
     communication: float = 0.0
+    between_nodes: bool = False
 
 
 FREE = Cost(0.0, source=Source.MEASURED)
@@ -76,7 +83,8 @@ def instruction_cost(
         return _calls_cost(instruction, inner)
     collective = find_collective(instruction)
     if collective is not None:
-        return _collective_cost(collective, hardware)
+        cost = _collective_cost(collective, hardware)
+        return replace(cost, lane=COMMUNICATION[min(stream_of(instruction), len(COMMUNICATION) - 1)])
     transfer = find_transfer(instruction)
     if transfer is not None:
         return _transfer_cost(transfer, hardware)
@@ -101,7 +109,7 @@ def _collective_cost(collective: Collective, hardware: Hardware) -> Cost:
         seconds += roofline.collective_seconds(part.kind, part.size, group, nodes, hardware)
         sent += roofline.wire_bytes(part.kind, part.size, group)
         inside = inside and nodes == 1
-    return Cost(seconds, 0.0, sent, Lane.COMM if inside else Lane.COMM_INTER)
+    return Cost(seconds, 0.0, sent, Lane.COMM, between_nodes=not inside)
 
 
 def _transfer_cost(transfer: Transfer, hardware: Hardware) -> Cost:
@@ -117,13 +125,13 @@ def _inside_cost(called: Computation, inner: Callable[[Instruction], Cost]) -> C
     return costs[0] if len(costs) == 1 else _sum(costs)
 
 
-def constant_rates(hardware: Hardware, lane: Lane) -> tuple[float, float]:
-    """Unmeasured rates of compute and of a concurrent collective or transfer on `lane`.
+def constant_rates(hardware: Hardware, cost: Cost) -> tuple[float, float]:
+    """Unmeasured rates of compute and of a concurrent collective or transfer with `cost`.
 
     A host transfer and compute do not slow each other: copy engines use no SM, and the host's link is much slower than
     device memory.
     """
-    return (1.0, 1.0) if lane is Lane.HOST else hardware.rates(lane is Lane.COMM_INTER)
+    return (1.0, 1.0) if cost.lane is Lane.HOST else hardware.rates(cost.between_nodes)
 
 
 def made_synchronous(start: Instruction) -> bool:

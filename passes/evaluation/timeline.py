@@ -351,7 +351,7 @@ class Player:
     def _constant_rates(
         self, compute: Instruction, collective: Instruction, first: bool, running: bool
     ) -> tuple[float, float]:
-        return constant_rates(self.hardware, self.costs[collective].lane)
+        return constant_rates(self.hardware, self.costs[collective])
 
     def timeline(self) -> Timeline:
         collectives = tuple(

@@ -30,7 +30,7 @@ from dhelix.passes.analysis.collectives import is_done, is_start, start_of
 from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.evaluation.operator_work import work_of
-from dhelix.passes.evaluation.roofline_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import COMMUNICATION, Cost, Lane
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
@@ -74,7 +74,7 @@ class Strand:
 
     def candidates(self) -> tuple[tuple[Operator, ...], ...]:
         """XLA's order; floating operators behind collectives, which they hide; floating operators at the end."""
-        beneath, late = (self._placed(lanes) for lanes in ((Lane.COMM, Lane.COMM_INTER), ()))
+        beneath, late = (self._placed(lanes) for lanes in (COMMUNICATION, ()))
         return self.operators, beneath, late
 
     def _placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:

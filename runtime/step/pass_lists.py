@@ -28,6 +28,7 @@ from dhelix.passes.communication.permute_decomposition import PermuteDecompositi
 from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.communication.strand_separation import StrandSeparation
+from dhelix.passes.communication.stream_assignment import StreamAssignment
 from dhelix.passes.framework.manager import Pass
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.intra_batch import IntraBatch
@@ -43,6 +44,7 @@ from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_ends import StrandEnds
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
 from dhelix.passes.strands.strand_skew import StrandSkew
+from dhelix.profiles.hardware import H200, Hardware
 from dhelix.runtime.step.options import StepOptions
 
 type Listed = type[Any] | partial[Any]
@@ -58,12 +60,13 @@ COMMUNICATION: tuple[Listed, ...] = (
     partial(ReduceScatterDecomposition, overlapped=True),
     partial(AllGatherDecomposition, overlapped=True),
     partial(PermuteDecomposition, overlapped=True),
+    StreamAssignment,
 )
 LISTS: Mapping[str, tuple[Listed, ...]] = {
     "dp": (*STRANDS, *COMMUNICATION, StrandPairing),
     "list": (*STRANDS, *COMMUNICATION, CollectiveSchedule),
     "xla": STRANDS,
-    "intra_batch": (ROWS, IntraBatch),
+    "intra_batch": (ROWS, StreamAssignment, IntraBatch),
 }
 ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew"}
 """Passes that run only if this option of the step is not 0."""
@@ -86,10 +89,10 @@ def default_passes(options: StepOptions | None = None, **target: Any) -> tuple[P
     return made(LISTS[options.schedule], options, **target)
 
 
-def planned_passes(plan: Plan, memory_limit: int | None = None) -> tuple[Pass, ...]:
-    """The passes that carry out a plan: strands, its alternatives for collectives, and its order."""
+def planned_passes(plan: Plan, memory_limit: int | None = None, hardware: Hardware = H200) -> tuple[Pass, ...]:
+    """The passes that carry out a plan: strands, its alternatives for collectives, streams, and its order."""
     strands, chosen = strand_passes(plan.order.skew), alternatives(plan.collectives)
-    return (*strands, *chosen, PlannedOrder(plan, memory_limit))
+    return (*strands, *chosen, StreamAssignment(hardware), PlannedOrder(plan, memory_limit))
 
 
 def strand_passes(skew: int = 0) -> tuple[Pass, ...]:

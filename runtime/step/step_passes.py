@@ -52,7 +52,8 @@ def _ordering(
         given = {} if target is None else {"model": target.model, "hardware": target.hardware}
         passes = default_passes(options, memory_limit=memory_limit, **given)
     else:
-        passes = planned_passes(options.loaded_plan, memory_limit)
+        given = {} if target is None else {"hardware": target.hardware}
+        passes = planned_passes(options.loaded_plan, memory_limit, **given)
         if target is not None:
             target.compare(options.loaded_plan, options)
         elif lowered is not None:

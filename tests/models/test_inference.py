@@ -80,7 +80,7 @@ def test_one_device_predicts_what_training_does() -> None:
     ("devices", "scan_layers", "form"),
     [
         pytest.param(4, True, None, marks=pytest.mark.slow),
-        (8, False, None),
+        pytest.param(8, False, None, marks=pytest.mark.slow),
         pytest.param(4, False, "monolithic", marks=pytest.mark.slow),
         (4, True, "hybrid:2"),
         (4, False, "bidirectional_ring"),

@@ -60,7 +60,7 @@ def random_case(draw: random.Random) -> Case:
             if draw.random() < 0.6:
                 program.append(Op(f"{strand}{n}", micro(), (value,)))
                 value = f"{strand}{n}"
-            lane = Lane.COMM_INTER if draw.random() < 0.2 else Lane.COMM
+            lane = Lane.COMM_2 if draw.random() < 0.2 else Lane.COMM
             program += [Start(f"{strand}g{n}", micro(), value, lane=lane), Done(f"{strand}g{n}")]
             value = f"{strand}g{n}_done"
         program.append(Op(f"{strand}z", micro(), (value,)))

@@ -63,6 +63,7 @@ class Start:
     operand: str
     size: int = 1
     lane: Lane = Lane.COMM
+    between_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def build(program: Program, results: Sequence[str]) -> tuple[HloModule, dict[Ins
         if isinstance(step, Op):
             given[step.name] = Cost(step.seconds)
         elif isinstance(step, Start):
-            given[step.name] = Cost(step.seconds, lane=step.lane)
+            given[step.name] = Cost(step.seconds, lane=step.lane, between_nodes=step.between_nodes)
     return module, {i: given.get(i.name, FREE) for i in module.entry.instructions}
 
 
@@ -122,7 +123,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, list[str]]:
             program.append(Done(start.name))
             readable.append(f"{start.name}_done")
         elif kind == "start":
-            lane = draw(st.sampled_from([Lane.COMM, Lane.COMM, Lane.COMM_INTER]))
+            lane = draw(st.sampled_from([Lane.COMM, Lane.COMM, Lane.COMM_2]))
             start = Start(f"c{n}", draw(seconds), draw(st.sampled_from(readable)), draw(st.integers(1, 4)), lane)
             under_way.append(start)
             program.append(start)

@@ -41,6 +41,7 @@ from typing import Any
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.collectives import KINDS, is_start
+from dhelix.passes.analysis.streams import put_on_stream
 from dhelix.passes.evaluation.replay.operators import (
     Buffer,
     Operator,
@@ -61,7 +62,6 @@ from dhelix.passes.hlo.edit import copy_called, copy_computation
 _NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy|mark)_(\d+)")
 _STARTED = ("fusion", "custom-call")  # XLA also accepts these in an async start, besides collectives and calls
 _REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))  # other kinds interpret groups differently
-_STREAM = "_xla_stream_annotation"  # a stream number here replaces XLA's round-robin choice
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class _Writer:
         start = self.builder.make("async-start", shape, instance.inputs, called=[body])
         start.proto.backend_config = template.config
         if stream is not None:
-            start.proto.frontend_attributes.map[_STREAM] = str(stream)
+            put_on_stream(start, stream)
         return self._launch(start, f"{instance.name}-start")
 
     def _done(self, start: Instruction) -> None:

@@ -135,14 +135,14 @@ def test_tables_of_a_dump(dump: Path, plan: RunPlan) -> None:
 def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     """The dump's collectives span four GPUs."""
     out = tmp_path / "plan.json"
-    for flags, gpus_per_node, lanes in (
-        ((), 8, {"comm"}),
-        (("--gpus_per_node=2",), 2, {"comm-inter"}),
-        (("--link=two-nodes",), 2, {"comm-inter"}),
-        (("--link=two-nodes", "--gpus_per_node=4"), 4, {"comm"}),
+    for flags, gpus_per_node, leave in (
+        ((), 8, {False}),
+        (("--gpus_per_node=2",), 2, {True}),
+        (("--link=two-nodes",), 2, {True}),
+        (("--link=two-nodes", "--gpus_per_node=4"), 4, {False}),
     ):
         status, text, _ = plan(dump, "--settings=default", "--json", f"--out={out}", *flags)
-        assert status == 0 and {c["lane"] for c in json.loads(text)["collectives"]} == lanes
+        assert status == 0 and {c["between_nodes"] for c in json.loads(text)["collectives"]} == leave
         assert plan_files.load(out).target.gpus_per_node == gpus_per_node
 
 

@@ -53,21 +53,21 @@ def test_attention_is_halved_by_a_causal_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "size", "group", "lane"),
+    ("name", "kind", "size", "group", "between_nodes"),
     [
-        ("gather", "all-gather", 65536, 4, Lane.COMM),
-        ("scatter", "reduce-scatter", 65536, 4, Lane.COMM),
-        ("across", "all-reduce", 16384, 2, Lane.COMM_INTER),
-        ("fused_reduce", "all-reduce", 16384, 2, Lane.COMM),
-        ("shifted", "collective-permute", 16384, 2, Lane.COMM),
+        ("gather", "all-gather", 65536, 4, False),
+        ("scatter", "reduce-scatter", 65536, 4, False),
+        ("across", "all-reduce", 16384, 2, True),
+        ("fused_reduce", "all-reduce", 16384, 2, False),
+        ("shifted", "collective-permute", 16384, 2, False),
     ],
 )
-def test_collectives(name: str, kind: str, size: int, group: int, lane: Lane) -> None:
+def test_collectives(name: str, kind: str, size: int, group: int, between_nodes: bool) -> None:
     collective = find_collective(named(name))
     assert collective is not None
     assert (collective.kind, collective.size, collective.group_size(1)) == (kind, size, group)
     cost = COSTS[named(name)]
-    assert cost.lane is lane
+    assert (cost.lane, cost.between_nodes) == (Lane.COMM, between_nodes)
     assert cost.bytes == roofline.wire_bytes(kind, size, group)
 
 

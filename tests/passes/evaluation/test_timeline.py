@@ -53,7 +53,7 @@ def test_a_lane_runs_one_collective_at_a_time_and_lanes_run_side_by_side() -> No
         return [Start("g", 3.0, "p"), Start("h", 2.0, "p", lane=lane), Done("h"), Done("g")]
 
     assert spans(play(program(Lane.COMM), ["g_done", "h_done"])) == {"g": (0.0, 3.0), "h": (3.0, 5.0)}
-    assert spans(play(program(Lane.COMM_INTER), ["g_done", "h_done"])) == {"g": (0.0, 3.0), "h": (0.0, 2.0)}
+    assert spans(play(program(Lane.COMM_2), ["g_done", "h_done"])) == {"g": (0.0, 3.0), "h": (0.0, 2.0)}
 
 
 def test_both_slow_down_while_they_share() -> None:
@@ -65,7 +65,7 @@ def test_both_slow_down_while_they_share() -> None:
 
 
 def test_what_leaves_the_node_slows_down_otherwise() -> None:
-    over_the_network = [dataclasses.replace(GATHER_UNDER_X[0], lane=Lane.COMM_INTER), *GATHER_UNDER_X[1:]]
+    over_the_network = [dataclasses.replace(GATHER_UNDER_X[0], between_nodes=True), *GATHER_UNDER_X[1:]]
     hardware = dataclasses.replace(FAIR, compute_rate=0.5, communication_rate=0.5, inter_communication_rate=0.75)
     assert spans(play(over_the_network, ["y"], hardware)) == {"g": (0.0, 4.0), "x": (0.0, 4.0), "y": (4.0, 5.0)}
 

@@ -111,7 +111,7 @@ def test_a_collective_that_begins_together_with_compute_was_launched_first() -> 
 def test_compute_beside_both_lanes_proceeds_at_the_lower_rate() -> None:
     program = [
         Start("g", 2.0, "p"),
-        Start("h", 1.0, "p", lane=Lane.COMM_INTER),
+        Start("h", 1.0, "p", lane=Lane.COMM_2),
         Op("x", 4.0, ("p",)),
         Done("g"),
         Done("h"),
@@ -176,7 +176,7 @@ def test_a_starved_collective_gets_its_sms_when_the_first_instruction_ends() -> 
 
 
 def test_a_collective_that_ran_alone_first_is_not_starved() -> None:
-    program = [Start("g", 3.0, "p", lane=Lane.COMM_INTER), Start("h", 1.0, "p"), Done("h")]
+    program = [Start("g", 3.0, "p", lane=Lane.COMM_2), Start("h", 1.0, "p"), Done("h")]
     program += [Op("x", 2.0, ("h_done",)), Done("g")]
     timeline = play(program, ["x", "g_done"], {("g", "x"): (MIN_RATE, 1.0)}, {("g", "x"): (1.0, 0.5)})
     assert spans(timeline) == {"h": (0.0, 1.0), "g": (0.0, 3.0), "x": (1.0, 4.0)}, "2 s at half speed, 1 s alone"
@@ -278,7 +278,7 @@ def test_between_the_longest_lane_and_everything_in_turn(drawn: tuple[Program, l
                 rates[pair] = (one, data.draw(st.floats(max(1.0 - one, MIN_RATE), 1.0)))
     timeline = play(program, results, rates)
     comm = [c.alone for c in timeline.collectives if c.lane is Lane.COMM]
-    inter = [c.alone for c in timeline.collectives if c.lane is Lane.COMM_INTER]
+    inter = [c.alone for c in timeline.collectives if c.lane is Lane.COMM_2]
     assert timeline.seconds >= max(timeline.compute_alone, sum(comm), sum(inter)) * (1 - 1e-9)
     assert timeline.seconds <= (timeline.compute_alone + sum(comm) + sum(inter)) * (1 + 1e-9)
     assert timeline.seconds == pytest.approx(timeline.compute + timeline.exposed)

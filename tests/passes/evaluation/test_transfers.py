@@ -76,7 +76,7 @@ def test_a_message_whose_other_end_is_elsewhere_counts_where_it_is() -> None:
 
 def test_a_message_between_nodes_takes_the_network() -> None:
     program = module(MESSAGE.replace("{{0,1},{1,2}}", "{{7,8}}"))
-    assert Costs(H200)[named(program, "r")].lane is Lane.COMM_INTER
+    assert Costs(H200)[named(program, "r")].between_nodes
 
 
 def test_a_copy_to_the_host_has_a_lane_and_a_rate_of_its_own() -> None:

@@ -15,7 +15,7 @@ from dhelix.tests.passes.random_cases import random_case, unlimited
 
 
 def operators(draw: random.Random, count: int, start: int) -> list[Operator]:
-    lanes = [Lane.COMPUTE, Lane.COMPUTE, Lane.COMM, Lane.COMM_INTER]
+    lanes = [Lane.COMPUTE, Lane.COMPUTE, Lane.COMM, Lane.COMM_2]
     return [
         Operator(start + n, draw.choice(lanes), float(draw.randint(1, 9)), draw.choice([0.0, 0.5]))
         for n in range(count)

@@ -124,7 +124,11 @@ def test_a_tile_is_stored_beside_the_next_one(gemm: Gemm) -> None:
             3,
             marks=pytest.mark.slow,
         ),
-        (Gemm(768, 320, 192, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 2), 2, 64, 3, halves=False), 1),
+        pytest.param(
+            Gemm(768, 320, 192, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 2), 2, 64, 3, halves=False),
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["one step", "many steps, three sources", "clusters, more slots than it takes"],
 )

@@ -79,7 +79,7 @@ def test_the_lane_that_slows_compute_gives_the_other_time() -> None:
     meetings = ((True, False), (False, False), (True, True))
     rates = {("x", start, *way): rate for start, rate in (("h", (0.5, 1.0)), ("g", (1.0, 0.3))) for way in meetings}
     program = [
-        *(Start("h", 2e-4, "p", lane=Lane.COMM_INTER), Start("g", 6e-5, "p")),
+        *(Start("h", 2e-4, "p", lane=Lane.COMM_2), Start("g", 6e-5, "p")),
         *(Op("x", 1e-4, ("p",)), Done("h"), Done("g")),
     ]
     module, costs = Case(program, ["x", "g_done", "h_done"], rates).module()
