@@ -1,15 +1,16 @@
-"""Finds which values of a scheduled computation share a buffer, the order this requires, and the peak memory.
+"""Finds which values of a scheduled computation share a buffer, which order this requires, and the peak memory.
 
-XLA's copy insertion runs before POST_SCHEDULER. Values of one buffer then never live at the same time *in XLA's own
-order*, but no dependency enforces this. Values share a buffer
+XLA has inserted copies before the stage POST_SCHEDULER. So values of one buffer never live at the same time *in XLA's
+own order*, but no dependency enforces this. Values share a buffer
   - through instructions that only rename: bitcast, tuple, get-tuple-element, barriers, ends of async pairs;
-  - through in-place updates: dynamic-update-slice and scatter, alone or at the root of a fusion, custom calls
-    and async starts with declared aliasing, a loop and its initial state;
+  - through in-place updates: dynamic-update-slice and scatter (alone or at the root of a fusion), custom calls and
+    async starts with declared aliasing, and loops, which update their initial state;
   - through a loop's back edge: element k of the body's parameter and of its root;
   - through donation: a parameter of the entry and the output that is aliased to it.
 
-An instruction that writes a buffer must therefore stay after everything that read or wrote the buffer before it
-(`order_edges`). All edges point forward in the given sequence, so edges and data flow together have no cycle.
+An instruction that writes a buffer must therefore stay after all earlier reads and writes of the buffer. `order_edges`
+returns edges that enforce this, linear in the number of accesses. All edges point forward in the given sequence, so
+edges and data flow together have no cycle.
 """
 
 from collections.abc import Sequence
@@ -35,10 +36,10 @@ class Access:
 
 
 class Buffers:
-    """The numbered buffers of one computation. `is_body`: the computation is the body of a `while`.
+    """The numbered buffers of one computation. `is_body` says whether the computation is the body of a `while`.
 
     Attributes:
-      pinned: buffers of parameters and constants, which live in any order.
+      pinned: buffers of parameters and constants. They live all the time, whatever the order.
       live_out: buffers of the result.
     """
 
@@ -60,7 +61,7 @@ class Buffers:
         self.live_out = {self._find(b) for b in self._leaves[computation.root]}
 
     def leaves(self, instruction: Instruction) -> list[int]:
-        """The buffers of the result's arrays, in the order of its shape."""
+        """The buffers of the arrays in the result of `instruction`, in the order of its shape."""
         return [self._find(b) for b in self._leaves[instruction]]
 
     def size(self, buffer: int) -> int:
@@ -88,7 +89,7 @@ class Buffers:
 
     @cached_property
     def touches(self) -> dict[Instruction, list[int]]:
-        """Buffers that each instruction reads or writes, without the pinned ones."""
+        """Buffers that each instruction reads or writes, except pinned buffers."""
         return {
             i: [b for b in dict.fromkeys((*a.reads, *a.writes)) if b not in self.pinned]
             for i, a in self.accesses.items()
@@ -101,7 +102,7 @@ class Buffers:
 
     @cached_property
     def touch_counts(self) -> dict[int, int]:
-        """How often each buffer is touched. A buffer of the result counts one more touch, at the end."""
+        """Number of instructions that read or write each buffer; one more for buffers of the computation's result."""
         counts = dict.fromkeys(self.live_out, 1)
         for touched in self.touches.values():
             for buffer in touched:
@@ -109,7 +110,7 @@ class Buffers:
         return counts
 
     def order_edges(self, sequence: Sequence[Instruction]) -> list[tuple[Instruction, Instruction]]:
-        """Pairs (before, after) that must keep their order because they access one buffer; linear in the accesses."""
+        """Pairs (before, after) of instructions that must keep their order because they access one buffer."""
         writers: dict[int, int] = {}
         for access in self.accesses.values():
             for buffer in access.writes:
@@ -174,7 +175,7 @@ class Buffers:
             leaves = self._define_start(instruction)
         else:
             leaves = self._new(instruction.shape)
-        if opcode == "send":  # it reads its data in place
+        if opcode == "send":  # a send reads its data in place
             given = self._leaves[operands[0]]
             leaves = [*given, *leaves[len(given) :]]
         if opcode in ("call", "conditional"):
@@ -184,7 +185,7 @@ class Buffers:
         return leaves
 
     def _define_start(self, start: Instruction) -> list[int]:
-        """A start's shape holds its operands next to the result. These have the operands' buffers."""
+        """The buffers of a start. The parts of its shape that repeat operands have the operands' buffers."""
         given = [b for o in start.operands for b in self._leaves[o]]
         leaves = self._new(start.shape)
         offset = _result_offset(start)
@@ -195,7 +196,7 @@ class Buffers:
         return given  # all-reduce-start works in place
 
     def _unite_alike(self, results: list[int], given: list[int]) -> None:
-        """A callee may return or update an argument, so results and arguments of one size share a buffer."""
+        """Makes results and arguments of one size share a buffer, because a callee may return or update an argument."""
         of_size = {self._size[b]: b for b in results}
         for buffer in (*results, *given):
             if self._size[buffer] in of_size:
@@ -219,8 +220,8 @@ class Buffers:
 class Memory:
     """Estimates the peak memory of a module's computations in bytes, callees included.
 
-    The peak excludes the module's arguments (`arguments` has their bytes) and the gaps between buffers, so the
-    compiled program needs slightly more.
+    The peak excludes the module's arguments, whose bytes are in `arguments`. It also excludes the gaps between buffers,
+    so the compiled program needs slightly more.
     """
 
     def __init__(self, module: HloModule) -> None:
@@ -234,7 +235,7 @@ class Memory:
         return self.arguments + self.peak(module.entry, module.schedule[module.entry])
 
     def forget(self) -> None:
-        """Drops cached peaks. Call it after a change of the module's schedule."""
+        """Drops cached peaks. Call this method after a change of the module's schedule."""
         self._peaks.clear()
 
     def peak(self, computation: Computation, sequence: Sequence[Instruction]) -> int:
@@ -254,7 +255,7 @@ class Memory:
         return max(peak - much, 0)
 
     def inner(self, computation: Computation) -> dict[Instruction, int]:
-        """Peak bytes of the callees, for each instruction that runs other computations."""
+        """For each instruction that runs other computations: the peak bytes of the callee that needs most."""
         calling = self.buffers[computation].calling
         return {i: max((self._called_peak(c) for c in i.called), default=0) for i in calling}
 
@@ -266,7 +267,7 @@ class Memory:
 
 
 class LiveSet:
-    """Bytes that live while a caller places a computation's instructions one by one, in any legal order."""
+    """Counts the live bytes while a caller places a computation's instructions one by one, in any legal order."""
 
     def __init__(self, memory: Memory, computation: Computation) -> None:
         buffers = memory.buffers[computation]
@@ -278,7 +279,7 @@ class LiveSet:
         self.bytes = 0
 
     def needed(self, instruction: Instruction) -> int:
-        """Bytes that live while `instruction` runs, if it is placed next."""
+        """Bytes that would live while `instruction` runs if it were placed next."""
         total = self.bytes + self._inner.get(instruction, 0)
         for buffer in self._touches.get(instruction, ()):
             if buffer not in self._born:
@@ -286,7 +287,7 @@ class LiveSet:
         return total
 
     def after(self, instruction: Instruction) -> int:
-        """Bytes that live after `instruction` has run, if it is placed next."""
+        """Bytes that would live after `instruction` if it were placed next."""
         total = self.bytes
         for buffer in self._touches.get(instruction, ()):
             born, dies = buffer in self._born, self._left[buffer] == 1
@@ -330,7 +331,7 @@ def _result_offset(start: Instruction) -> int:
 
 
 def _in_place(instruction: Instruction) -> list[tuple[int, int, int]]:
-    """Result arrays that overwrite operand arrays: (result array, operand number, array of that operand)."""
+    """Result arrays that overwrite operand arrays, as (result array, operand number, array of the operand)."""
     declared = [
         (
             leaf_offset(instruction.shape, alias.output_shape_index),
@@ -357,7 +358,7 @@ def _in_place(instruction: Instruction) -> list[tuple[int, int, int]]:
 
 
 def is_update(instruction: Instruction) -> bool:
-    """Whether an update or a fusion overwrites a part of an operand's array with its (first) result."""
+    """Whether `instruction` is an update or a fusion whose first result overwrites a part of an operand's array."""
     return instruction.opcode in ("dynamic-update-slice", "fusion") and 0 in (n for n, _, _ in _in_place(instruction))
 
 
@@ -382,7 +383,7 @@ def _through_renames(value: Instruction) -> Instruction:
 
 
 def _hands_on(instruction: Instruction, leaf: int) -> bool:
-    """Whether result array `leaf` is an unwritten operand: loop-invariant state, an operand in a start's shape."""
+    """Whether result array `leaf` is an unwritten operand, as are loop-invariant state and operands of a start."""
     if instruction.opcode == "send":
         return leaf < leaf_count(instruction.operands[0].shape)
     if is_start(instruction):

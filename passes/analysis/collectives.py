@@ -1,23 +1,25 @@
-"""Reads a collective of an HLO module in any form: its kind, its size, and the devices that take part.
+"""Reads the kind, the size and the devices of a collective of an HLO module, in any form that XLA writes.
 
 XLA writes a collective in one of three forms:
 
   - plain (`all-gather`);
-  - as a pair: `async-start` around it and `async-done`, or the older `all-gather-start` and `all-gather-done`. A pair
-    may hold several collectives, which NCCL runs as one group;
-  - inside a fusion (Triton collectives), which is itself plain or async.
+  - as an async pair: `async-start`, whose computation holds the collective, and `async-done`. An older form of a pair
+    is `all-gather-start` and `all-gather-done`. A pair may hold several collectives, which NCCL runs as one group;
+  - inside a fusion (Triton collectives). The fusion is itself plain or an async pair.
 
-Devices are lists of ids, a reshaped and transposed iota, or axes of a mesh whose ids are a list or an iota. No entry
-means all devices. Ids count replicas, partitions or devices (`flattened_groups`).
+XLA writes the groups of devices as lists of ids, as a reshaped and transposed iota, or as axes of a mesh. The ids of a
+mesh are a list or an iota. A collective without groups runs over all devices. An id is the number of a replica, of a
+partition or of a device (`flattened_groups`).
 
-Sizes are computed from the operands, because the forms put different arrays next to the result:
+Sizes are computed from the operands, and for an all-gather also from the result. A result's shape alone does not give
+the size, because the forms put different arrays next to the result:
 
     all-reduce-start    f32[8], (f32[8], f32[8])                              only the results, one or several
     all-gather-start    (f32[8], f32[64]), ((f32[8], f32[8]), (f32[64], f32[64]))      operands, then results
     permute-start       (f32[8], f32[8]), (f32[8], f32[8], u32[], u32[])      and contexts
     async-start         ((f32[8]), f32[64]), ((f32[8]), f32[64], u32[])       operands, result, and contexts
 
-Messages (`send`, `recv`) and transfers to host memory are not collectives: see `evaluation.transfers`.
+Messages (`send`, `recv`) and transfers to or from host memory are not collectives. `evaluation.transfers` reads them.
 """
 
 import itertools
@@ -46,12 +48,13 @@ class Collective:
     """A collective with the facts that determine its cost.
 
     Attributes:
-      kind: HLO's name, such as `all-gather`.
-      size: bytes of the whole buffer on one device: after a gather, before a reduction. For a ragged all-to-all, bytes
-        of the send buffer; the data determine how much of it is sent.
-      groups: devices that communicate with each other; (source, target) pairs for `collective-permute`. Empty: all
-        devices, and the module does not say how many there are.
-      others: further collectives of the same instruction, of another kind or over other groups.
+      kind: HLO's name of the operation, such as `all-gather`.
+      size: bytes of the whole buffer on one device. For an all-gather, this is the result; for other kinds, the
+        operand. For a ragged all-to-all, this is the send buffer, although the data determine how much of the buffer is
+        sent.
+      groups: groups of devices that communicate with each other; (source, target) pairs for `collective-permute`. Empty
+        if all devices form one group and the module does not say how many devices there are.
+      others: the remaining collectives of the same instruction. They have another kind or other groups.
     """
 
     kind: str
@@ -60,11 +63,11 @@ class Collective:
     others: tuple["Collective", ...] = ()
 
     def group_size(self, default: int) -> int:
-        """Devices of the largest group; `default` if there are no groups."""
+        """Number of devices of the largest group; `default` if there are no groups."""
         return max(map(len, self.groups), default=default)
 
     def nodes(self, gpus_per_node: int) -> int:
-        """Number of nodes that the widest group spans. Device n is on node n // gpus_per_node."""
+        """The largest number of nodes that one group spans. Device n is on node n // gpus_per_node."""
         return max((len({d // gpus_per_node for d in group}) for group in self.groups), default=1)
 
 
@@ -93,7 +96,7 @@ def keep_apart(collective: Instruction, name: str) -> None:
 
 
 def kept_apart(collective: Instruction) -> str:
-    """The combiner key of `collective`: names from `keep_apart`, separated by spaces; "" without one."""
+    """The combiner key of `collective`, with the names from `keep_apart` separated by spaces; "" if there is no key."""
     return collective.proto.frontend_attributes.map.get(_COMBINER_KEY, "")
 
 
@@ -103,10 +106,10 @@ def free_channel(module: HloModule) -> int:
 
 
 def find_collective(instruction: Instruction) -> Collective | None:
-    """The collective that `instruction` runs or starts, or None. The `-done` of a pair starts none.
+    """The collective that `instruction` runs or starts; None if there is none, as for the `-done` of a pair.
 
-    If there are several, those of one kind and equal groups count as one collective of their total size. The largest
-    one is returned with the rest as its `others`.
+    An instruction may have several collectives. Collectives of the same kind and with equal groups count as one
+    collective of their total size. The largest collective is returned, and its `others` are the remaining ones.
     """
     sizes: dict[tuple[str, Groups], int] = {}
     for found in _payloads(instruction):
@@ -125,7 +128,7 @@ def _by_size(collective: Collective) -> tuple[int, str, Groups]:
 def _size(collective: Instruction) -> int:
     kind, operands = collective.opcode.removesuffix("-start"), collective.operands
     if kind == "ragged-all-to-all" or any(shapes.is_tuple(o.shape) for o in operands):
-        operands = operands[:1]  # the others are output buffers, offsets and sizes
+        operands = operands[:1]  # the other operands are output buffers, offsets and sizes
     size = sum(shapes.byte_size(o.shape) for o in operands)
     if kind != "all-gather":
         return size
@@ -135,8 +138,11 @@ def _size(collective: Instruction) -> int:
 
 
 def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instruction]:
-    """The collectives of one scheduled instruction. `inside`: `instruction` is part of a pair or a fusion, where a
-    call is not control flow."""
+    """The collectives of one scheduled instruction.
+
+    If `inside`, `instruction` is part of an async pair or a fusion. There, a call is not control flow, so the
+    collectives of its callee count.
+    """
     opcode = instruction.opcode
     if opcode.removesuffix("-start") in KINDS:
         yield instruction
@@ -147,15 +153,17 @@ def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instru
 
 
 def flattened_groups(collective: Instruction) -> Groups:
-    """`device_groups` with the mesh's device numbers: replica r and partition p of P is device r P + p.
+    """`device_groups` with device numbers in place of ids.
+
+    With P partitions, partition p of replica r is device r P + p. What an id means depends on two fields:
 
         channel   use_global_device_ids   ids count
         no        (either)                replicas; each partition communicates on its own
         yes       no                      partitions; in reductions and all-gathers, replicas with all partitions
         yes       yes                     devices
 
-    Groups stay unchanged if the module does not say how many devices it has, or if an id is too high for what it
-    counts.
+    Groups stay unchanged if the module does not say how many devices it has. They also stay if an id is not below the
+    number of replicas or partitions that the ids count.
     """
     proto, groups = collective.proto, device_groups(collective)
     replicas, partitions = collective.computation.module.device_counts
@@ -176,12 +184,12 @@ def flattened_groups(collective: Instruction) -> Groups:
 
 
 def _apart(groups: Groups, stride: int, copies: int, shift: int) -> Groups:
-    """Each group `copies` times: copy c has the ids n * stride + c * shift."""
+    """Repeats each group `copies` times. In copy c, id n becomes n * stride + c * shift."""
     return tuple(tuple(n * stride + copy * shift for n in group) for group in groups for copy in range(copies))
 
 
 def device_groups(collective: Instruction) -> Groups:
-    """Groups of ids, read from any of XLA's forms. Empty: all devices form one group."""
+    """The groups of ids, read from any of XLA's forms; empty if all devices form one group."""
     proto = collective.proto
     if proto.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in proto.source_target_pairs)
@@ -216,7 +224,10 @@ def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
 
 
 def mesh_groups(mesh: Any, axes: Any) -> Groups:
-    """Groups of devices that differ only along `axes`. A sub-axis: `size` of an axis after `pre_size` of it."""
+    """Groups of devices that differ only along `axes`.
+
+    An entry of `axes` may be a sub-axis: the factor `size` of a mesh axis, just inside the factor `pre_size`.
+    """
     dimensions: list[int] = []
     taken: list[int] = []
     for number, axis in enumerate(mesh.axes):
@@ -253,7 +264,10 @@ def is_exclusive(instruction: Instruction) -> bool:
 
 
 def exclusive_kernel(instruction: Instruction) -> Instruction | None:
-    """The exclusive kernel that `instruction` is, or that a fusion with slices contains; None if there is none."""
+    """The exclusive kernel (`is_exclusive`) in `instruction`; None if there is none.
+
+    The instruction may be the kernel itself, or a fusion of the kernel with slices.
+    """
     if instruction.opcode == "fusion":
         return next((i for i in instruction.called[0].instructions if is_exclusive(i)), None)
     return instruction if is_exclusive(instruction) else None

@@ -8,7 +8,7 @@ from dhelix.passes.hlo import Instruction
 
 
 def backend_config(instruction: Instruction) -> dict[str, Any]:
-    """The `backend_config` if it is a JSON object, else {}. The result is cached: do not change it."""
+    """The `backend_config` if it is a JSON object, else {}. The result is cached, so the caller must not change it."""
     return _parse(instruction.proto.backend_config)
 
 

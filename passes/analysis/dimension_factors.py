@@ -1,18 +1,19 @@
 """Tracks the dimensions of an array through reshapes and transposes.
 
-A dimension is a product of factors, outermost first. A factor is identified by its dimension in the starting array and
-the product of the factors outside it there. This identity stays when a reshape joins or splits dimensions:
+A dimension is a product of factors, outermost first. Two numbers identify a factor: its dimension in the starting
+array, and the product of the factors outside it in that dimension. These numbers stay the same when a reshape joins or
+splits dimensions:
 
     gathered   [8, 4 x 16, 32]            factors  (0: 8)  (1: 4, 16)  (2: 32)
     reshape    [32, 16, 32]               [0: 8, 1: 4]  [1: 16]  [2: 32]
     transpose  [32, 32, 16]               [2: 32]  [0: 8, 1: 4]  [1: 16]
 
-The factors show which dimensions of a matrix product are dimensions of a gathered array, in spite of the moves between
-the two. A `Rearrangement` brings an array from one order of factors into another: split, permute, join. Dimensions of
-size 1 have no factors.
+The factors show which dimensions of a matrix product come from which dimensions of a gathered array, even with reshapes
+and transposes between the two. A `Rearrangement` brings an array from one order of factors into another: it splits,
+permutes and joins dimensions. Dimensions of size 1 have no factors.
 
-Used by `passes/communication/collective_matmul/sites.py`. It works forward and backward, because a reshape regroups
-factors in both directions.
+`passes/communication/collective_matmul/sites.py` uses this module. It follows factors from operand to result and from
+result to operand, because `regroup` serves both directions of a reshape.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from dhelix.passes.hlo import Builder, Instruction, Shape
 
 @dataclass(frozen=True, order=True)
 class Factor:
-    """A factor of a dimension of some array.
+    """A factor of a dimension of the starting array.
 
     Attributes:
       dimension: number of the dimension.
-      outside: product of the factors of that dimension outside this one.
-      size: number of values of its index.
+      outside: product of the factors outside this one in the same dimension.
+      size: the factor as a number.
     """
 
     dimension: int
@@ -40,7 +41,7 @@ class Factor:
     size: int
 
     def split(self, outer: int) -> tuple[Factor, Factor]:
-        """The outer factor, of size `outer`, and the inner one. `outer` must divide `size`."""
+        """Splits the factor into an outer factor of size `outer` and an inner factor. `outer` must divide `size`."""
         inner = self.size // outer
         return Factor(self.dimension, self.outside, outer), Factor(self.dimension, self.outside * outer, inner)
 
@@ -49,12 +50,12 @@ Factors = tuple[Factor, ...]
 
 
 def whole(dimensions: Sequence[int]) -> list[Factors]:
-    """Each dimension as one factor."""
+    """For each dimension, one factor as large as the dimension; no factor if the size is 1."""
     return [(Factor(n, 1, size),) if size != 1 else () for n, size in enumerate(dimensions)]
 
 
 def regroup(factors: Iterable[Factors], dimensions: Sequence[int]) -> list[Factors] | None:
-    """The factors after a reshape to `dimensions`; None if a dimension is not a product of (split) factors."""
+    """The factors of each dimension after a reshape to `dimensions`; None if factors cannot be split to fit."""
     left = [f for group in reversed(list(factors)) for f in reversed(group)]
     groups: list[Factors] = []
     for size in dimensions:
@@ -92,7 +93,7 @@ class Rearrangement:
 
     @staticmethod
     def of(held: Sequence[Factor], wanted: Sequence[Factor], result: Sequence[int]) -> Rearrangement | None:
-        """From the order `held` to the order `wanted` of the same factors; None if the factors differ.
+        """The rearrangement from the order `held` to the order `wanted`; None if the two have different factors.
 
         `wanted` may split a factor of `held` into several.
         """
@@ -122,7 +123,7 @@ class Rearrangement:
 
 
 def _joined(split: Sequence[int], permutation: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same split and permutation, with dimensions that stay adjacent merged into one."""
+    """An equivalent split and permutation, in which dimensions that stay adjacent are merged into one."""
     runs: list[list[int]] = []
     for n in permutation:
         if runs and n == runs[-1][-1] + 1:
@@ -138,14 +139,14 @@ def _within(part: Factor, factor: Factor) -> bool:
 
 
 def dense(element_type: int, dimensions: Sequence[int]) -> Any:
-    """A row-major shape. Layout assignment runs later, but passes that read collectives before it need a layout."""
+    """A row-major shape. XLA assigns layouts later, but some earlier passes read the layouts of collectives."""
     shape = Shape(element_type=element_type, dimensions=dimensions)
     shape.layout.minor_to_major.extend(reversed(range(len(dimensions))))
     return shape
 
 
 def reshaped(builder: Builder, value: Instruction, dimensions: Sequence[int]) -> Instruction:
-    """`value` reshaped to `dimensions`; `value` itself if it has them already."""
+    """`value` reshaped to `dimensions`; `value` itself if it already has these dimensions."""
     if list(value.shape.dimensions) == list(dimensions):
         return value
     return builder.make("reshape", dense(value.shape.element_type, dimensions), [value])

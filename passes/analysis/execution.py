@@ -1,16 +1,18 @@
-"""Walks what a program executes, with execution counts: loops, calls and branches.
+"""Walks the instructions that a program executes, through loops, calls and branches, with execution counts.
 
     for instruction, visit in instructions(module.entry): ...    in execution order; each runs visit.count times
     for visit in visits(module.entry): ...                       each place at which a computation runs
     executions(module)                                           how often a step runs each computation in total
 
-A loop runs its body. Its condition does not count, because XLA runs loops of a known trip count without it. A loop of
-unknown trip count counts once. All branches of a conditional are visited, as if each ran. Fusions, reductions and the
-contents of async pairs are not visited: each is one kernel of its caller.
+Of a loop, only the body is visited. The condition is not visited, because XLA runs loops of known trip count without
+their conditions. A loop of unknown trip count counts as one iteration. All branches of a conditional are visited, as if
+each ran. The computations of fusions, reductions and async pairs are not visited, because each of these instructions is
+one kernel.
 
-Other walks: the simulated clock (`passes/evaluation/timeline.py`), live memory (`buffers.py`), all called computations
-whether or not they run (`hlo/graph.py`), digests of the collective order (`passes/framework/fingerprint.py`), and
-matching a trace with the program (`runtime/profiling/traces/module_executions.py`).
+Other modules have walks of their own: the simulated clock (`passes/evaluation/timeline.py`), live memory
+(`buffers.py`), all called computations whether or not they run (`hlo/graph.py`), digests of the collective order
+(`passes/framework/fingerprint.py`), and matching a trace with the program
+(`runtime/profiling/traces/module_executions.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Visit:
     """A place at which a computation runs.
 
     Attributes:
-      count: how often a step runs it at this place.
-      through: the loops, calls and conditionals that lead to it, outermost first.
+      count: how often a step runs the computation at this place.
+      through: the loops, calls and conditionals that lead to this place, outermost first.
     """
 
     computation: Computation
@@ -46,7 +48,7 @@ def sequence_of(computation: Computation) -> list[Instruction]:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Trip count of a `while`: XLA's note, or proved from constants; None if unknown."""
+    """Trip count of a `while`, as XLA noted it or as constants prove it; None if unknown."""
     known = backend_config(loop).get("known_trip_count")
     if known is not None:
         return int(known["n"])
@@ -54,13 +56,13 @@ def trip_count(loop: Instruction) -> int | None:
 
 
 def counted_trips(control: Instruction) -> int:
-    """How often the callees of a `while`, a call or a conditional count: 1 for an unknown trip count."""
+    """How often a `while`, a call or a conditional runs its callees. An unknown trip count is taken as 1."""
     count = trip_count(control) if control.opcode == "while" else 1
     return 1 if count is None else count
 
 
 def entered(control: Instruction) -> Sequence[Computation]:
-    """The computations that control flow runs: a loop's body, a callee, all branches."""
+    """The computations that are visited: a loop's body, the callee of a call, all branches of a conditional."""
     return control.called[:1] if control.opcode == "while" else control.called
 
 
@@ -82,7 +84,7 @@ def visits(entry: Computation, into: Into = entered, visit: Visit | None = None)
 def instructions(
     entry: Computation, into: Into = entered, visit: Visit | None = None
 ) -> Iterator[tuple[Instruction, Visit]]:
-    """Instructions in execution order, each with its place. Control flow comes before the instructions it runs."""
+    """Instructions in execution order, each with its place. Control flow comes before the instructions that it runs."""
     visit = visit or Visit(entry)
     for instruction in sequence_of(visit.computation):
         yield instruction, visit
@@ -110,7 +112,10 @@ def once(into: Into = entered) -> Into:
 
 
 def executions(module: HloModule) -> dict[Computation, int]:
-    """How often a step runs each computation. Linear in the module, even if many places call one computation."""
+    """How often a step runs each computation.
+
+    Takes time linear in the module's size, even if many places call one computation.
+    """
     runs = {module.entry: 1}
     for computation in reversed(module.computations):  # callers first
         for instruction in sequence_of(computation) if computation in runs else ():

@@ -1,15 +1,16 @@
-"""Translates a program's tiles (GSPMD) to shardings over a mesh (Shardy), so that one propagation serves both.
+"""Translates a program's tiles (GSPMD) to shardings over a mesh (Shardy), so that Shardy can propagate them.
 
     x = parameter(0), sharding={devices=[2,1,4]<=[8] last_tile_dim_replicate}
     w = parameter(1), sharding={devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate}
 
-Read a device's number as digits: x is split over the first digit of [2, 4], w over the last digit of [4, 2]. Both are
-digits of [2, 2, 2], so the mesh is ["axis_0"=2, "axis_1"=2, "axis_2"=2] over the devices in order, and
+A device's number can be read as the digits of a mixed-radix number. With radices [2, 4], x is split over the first
+digit. With radices [4, 2], w is split over the last digit. Both are also digits with radices [2, 2, 2]. So the mesh is
+["axis_0"=2, "axis_1"=2, "axis_2"=2] over the devices in order, and the shardings are
 
     x: [{"axis_0"}, {}]        w: [{}, {"axis_2"}]
 
-Tiles of the entry's parameters and of sharding constraints are translated. The result serves analysis alone; XLA never
-sees it. XLA has such an import, but jaxlib does not expose it.
+Only the tiles of the entry's parameters and of sharding constraints are translated. The result serves analysis only;
+XLA never sees it. XLA itself has a translation from tiles to Shardy, but jaxlib does not expose it.
 """
 
 import math
@@ -29,7 +30,7 @@ type _Digit = tuple[int, int]
 
 
 def as_shardy(module: HloModule) -> None:
-    """Adds Shardy shardings next to the tiles of a program lowered for GSPMD; adds nothing if nothing is split.
+    """Adds Shardy shardings next to the tiles of a program lowered for GSPMD. Adds nothing if no tile splits an array.
 
     Raises:
       PassRefusal: tiles cannot be read or fit no common mesh.
@@ -66,7 +67,7 @@ def _left_open(instruction: Instruction) -> set[int]:
 
 
 def _digits(instruction: Instruction) -> list[list[_Digit]]:
-    """For each dimension the digits that it is split over, major digit first."""
+    """For each dimension, the digits of the device number over which it is split, major digit first."""
     tiles, rank = instruction.proto.sharding, len(instruction.shape.dimensions)
     if tiles.type == REPLICATED:
         return [[] for _ in range(rank)]
@@ -104,7 +105,10 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 
 def _axes(digits: Sequence[_Digit], devices: int) -> dict[str, _Digit]:
-    """The coarsest mesh over the devices in order in which every digit is a set of axes; major axis first."""
+    """The axes of the coarsest mesh in which every digit is a product of axes; major axis first.
+
+    The mesh has the devices in order.
+    """
     ends = sorted({1, devices} | {end for size, stride in digits for end in (stride, stride * size)})
     if any(larger % smaller for smaller, larger in pairwise(ends)):
         raise PassRefusal("the program's tile shardings match no common mesh")

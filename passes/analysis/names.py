@@ -1,4 +1,4 @@
-"""Names that JAX and the strand passes write into name stacks (shown by profiles and dumps), and names of loops."""
+"""Names of loops, and names that JAX and the strand passes write into name stacks (shown by profiles and dumps)."""
 
 from collections.abc import Iterable
 
@@ -27,7 +27,10 @@ def merged_loops(computation: Computation) -> list[Instruction]:
 
 
 def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
-    """Puts the strand in front of the name stacks of instructions and of what their control flow runs."""
+    """Puts `strand` in front of the name stacks of `instructions`.
+
+    The callees of loops, calls and conditionals among them are renamed, too.
+    """
     for instruction in instructions:
         if instruction.op_name:
             instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"

@@ -1,13 +1,15 @@
 """Runs Shardy's propagation on a program before XLA partitions it, and returns the shardings of its values.
 
-    dot(x, dy) of x: [{"dp"}, {}, {}] and dy: [{"dp"}, {}, {"tp"}], contracted over both first dimensions
+    dot(x, dy) of x: [{"dp"}, {}, {}] and dy: [{"dp"}, {}, {"tp"}], contracted over the first two dimensions
 
-is a sum over "dp", which the partitioner completes with an all-reduce. A program states the shardings of its arguments
-and little else; propagation finds the rest. XLA runs the same passes of the same jaxlib, so it usually finds the same
-shardings. It may not if a later pass changes the program, or if GSPMD propagates: its tiles are translated to a mesh
-here (`gspmd_shardings`). Use the result to decide what pays, never to prove a change legal.
+Here, each device computes a part of a sum over the mesh axis "dp". The partitioner adds an all-reduce that completes
+the sum. A program states the shardings of its arguments and of few other values. Propagation finds the other shardings.
+XLA runs the same passes of the same jaxlib, so it usually finds the same shardings. XLA may find different shardings in
+two cases: a later pass changes the program, or GSPMD propagates instead of Shardy. For GSPMD, this module first
+translates the program's tiles to a mesh (`gspmd_shardings`). Use the result to decide whether a change is likely to
+help. Never use it to prove that a change is legal.
 
-Cost: one conversion to StableHLO and one propagation.
+Cost: one conversion of the module to StableHLO and one run of the propagation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,11 +31,12 @@ _SHARDING = "sdy.sharding"
 
 
 class Propagated:
-    """Shardings of a module's values.
+    """The shardings of the values of a module.
 
     Attributes:
-      mesh: name of the program's mesh; "" if there is none or there are several, and for GSPMD.
-      axes: the mesh's axes and their sizes. For GSPMD in the order of devices: the last axis changes fastest.
+      mesh: name of the program's mesh. Empty if the program has no mesh or several meshes, or is lowered for GSPMD.
+      axes: the mesh's axes and their sizes. For GSPMD, the axes are in the order of devices: the last axis changes
+        fastest.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Propagated:
         return self._entry(instruction, 1 + number)
 
     def said(self, constraint: Instruction) -> list[Over] | None:
-        """The split that a sharding constraint itself states; None if unknown."""
+        """The axes that a sharding constraint itself states for each dimension (`Over`); None if unknown."""
         return self._said.get(constraint)
 
     def _entry(self, instruction: Instruction, place: int) -> list[Axes] | None:
@@ -69,10 +72,12 @@ UNKNOWN = Propagated("", {}, {}, {})
 
 
 def propagate(module: HloModule) -> Propagated:
-    """Shardings of `module`, which is not changed. Empty for a program without a mesh or with several meshes.
+    """The shardings of the values of `module`. Nothing is known for a program without a mesh or with several meshes.
+
+    The module is not changed.
 
     Raises:
-      PassRefusal: tiles (GSPMD) fit no mesh.
+      PassRefusal: the program's tiles (GSPMD) fit no mesh.
     """
     marked = HloModule.from_bytes(module.to_bytes())
     own = dict(zip(_instructions(marked), _instructions(module), strict=True))
@@ -121,7 +126,7 @@ def _marked(program: ir.Module) -> Iterator[tuple[int, list[list[Axes] | None]]]
 
 
 def _sharding(value: ir.Value) -> list[Axes] | None:
-    """The split of a value: no axes if it has no sharding of its own; None if unknown."""
+    """The axes that split each dimension of `value`; None if unknown. A value without a sharding has no axes."""
     if not isinstance(value.type, ir.RankedTensorType):
         return None
     unsplit: list[Axes] = [()] * ir.RankedTensorType(value.type).rank
@@ -147,7 +152,7 @@ def _sharding(value: ir.Value) -> list[Axes] | None:
 
 
 def _dimensions(attribute: Any) -> list[Axes] | None:
-    """Axes of each dimension; None if a part of an axis splits a dimension."""
+    """The axes that split each dimension; None if only a part of an axis (a sub-axis) splits some dimension."""
     dimensions: list[Axes] = []
     for dimension in sdy.TensorShardingAttr(attribute).dimension_shardings:
         axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]

@@ -6,10 +6,11 @@
       -> all-gather over the axis: the same;  partition-id, custom calls, random numbers: not known
     w     = parameter, sharded over another axis    the same -> all-gather over that axis: the same
 
-All devices run the same partitioned program. XLA's partitioner leaves only the shardings of the entry's parameters in
-it, so replication is proved backward from a value. A value is the same if everything it depends on is the same, or if a
-collective makes it the same. Loop-carried state is the same in every iteration if it is the same at the start and the
-body keeps it so. The result of a loop also needs the same trip count on each device.
+All devices run the same partitioned program. In this program, only the entry's parameters still have shardings. So a
+proof starts at a value and goes backward to parameters. A value is the same on all devices of a group if everything it
+depends on is the same, or if a collective makes it the same. Loop-carried state is the same in every iteration if its
+initial value is the same and the body preserves this. The result of a loop also needs the same trip count on each
+device.
 
 `same_on` is conservative: False means "not proved".
 """
@@ -30,12 +31,12 @@ _FOLLOWS = frozenset(
     minimum multiply negate not or pad power reduce remainder reshape reverse rsqrt select sign sine slice sqrt subtract
     tanh transpose tuple xor""".split()
 )
-"""Opcodes whose result is the same on two devices if the operands are."""
+"""Opcodes whose result is the same on two devices if the operands are the same."""
 _REPLICATED = 0
 
 
 class Replication:
-    """Proves which values of a module are replicated. The call graph must not change while it is in use."""
+    """Proves which values of a module are replicated. The module's call graph must not change between proofs."""
 
     def __init__(self, module: HloModule) -> None:
         self._entry = module.entry
@@ -53,7 +54,7 @@ class Replication:
         return True
 
     def _needed(self, value: Instruction, groups: Groups) -> list[Instruction] | None:
-        """The values that must be the same so that `value` is; None if it cannot be proved."""
+        """The values that must be the same so that `value` is the same; None if there is no proof."""
         if value.opcode in _GIVEN:
             return []
         if value.opcode == "parameter":
@@ -114,9 +115,11 @@ def _is_same_parameter(parameter: Instruction, groups: Groups) -> bool:
 
 
 def _are_parallel(groups: Groups, theirs: Groups) -> bool:
-    """Whether a collective over `theirs` keeps values the same on `groups`: along another mesh axis, for example.
+    """Whether a collective over `theirs` has the same result on the devices of each group if its operand does.
 
-    The collective's groups of two devices of one group must pass through the same `groups` in the same order.
+    This is the case if the collective runs along another mesh axis, for example. In general, take any two devices of
+    one of `groups`, and the two groups of `theirs` that contain these devices. Both groups of `theirs` must pass
+    through the same `groups` in the same order.
     """
     number = {device: n for n, group in enumerate(groups) for device in group}
     beside = {device: tuple(number.get(d, -1) for d in group) for group in theirs for device in group}
@@ -125,6 +128,6 @@ def _are_parallel(groups: Groups, theirs: Groups) -> bool:
 
 
 def _is_one(groups: Groups, number: Mapping[int, int]) -> bool:
-    """Whether all devices of each group have the same number."""
+    """Whether `number` maps all devices of each group to the same value."""
     found = [{number.get(device) for device in group} for group in groups]
     return bool(found) and all(len(numbers) == 1 and None not in numbers for numbers in found)

@@ -2,7 +2,8 @@
 
     source_of(loop)    # "model.py:31 (forward)"
 
-JAX writes the call stack of each operation into the module, and XLA keeps it. Its indices start at 1; 0 means none.
+JAX writes the call stack of each operation into the module, and XLA keeps it. Indices into the tables of the call
+stacks start at 1; 0 means that there is no entry.
 """
 
 from pathlib import PurePath

@@ -1,7 +1,7 @@
-"""A rough measure of how much a piece of HLO computes: floating-point operations of its matrix products.
+"""A rough measure of how much a piece of HLO computes: the floating-point operations of its matrix products.
 
-Every other instruction with a non-empty result counts 1. The measure only ranks loops against each other; costs in
-seconds are in `passes/evaluation/costs.py`.
+Every other instruction with a non-empty result counts as one operation. The measure only ranks loops against each
+other. `passes/evaluation/costs.py` computes costs in seconds.
 """
 
 from dhelix.passes.analysis.execution import counted_trips, entered
@@ -9,7 +9,7 @@ from dhelix.passes.hlo import Computation, Instruction, graph, shapes
 
 
 def loop_work(loop: Instruction) -> int:
-    """Operations of all iterations of a `while`; an unknown trip count counts as 1."""
+    """Operations of all iterations of a `while`. An unknown trip count is taken as 1."""
     return counted_trips(loop) * max(map(computation_work, entered(loop)))
 
 

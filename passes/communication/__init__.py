@@ -1,1 +1,1 @@
-"""Passes that change a program's collectives: canonical forms, replacements, splitting, and earlier reductions."""
+"""Passes that change a program's collectives: they canonicalize, replace, split, separate or move them."""

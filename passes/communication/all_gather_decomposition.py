@@ -1,4 +1,4 @@
-"""Replaces all-gathers by an all-to-all of copies where that is faster: through host memory.
+"""Replaces all-gathers by an all-to-all of copies, where the all-to-all is faster.
 
 Before:                                          After, over n = 4 devices:
     y = bf16[1,8192,4096] all-gather(x),             c = bf16[1,4,2048,4096] broadcast(x)
@@ -7,20 +7,22 @@ Before:                                          After, over n = 4 devices:
 
 Contract
     Consumes  plain all-gathers of one array, after partitioning and before fusion.
-    Makes     the three instructions on the right from each all-gather of `min_bytes` or more. If there is a `model`, it
-              must predict that they are faster.
-    Leaves    the others, with a note for each reason.
+    Makes     the three instructions on the right from each all-gather of at least `min_bytes` bytes. If there is a
+              `model`, it must predict that the replacement is faster.
+    Leaves    other all-gathers, with a note for each reason.
 
-Why it is legal: every part of t is x. So the part from device k is device k's x, at the position where the all-gather
-puts it. No value changes.
+Why it is legal: every part of t is x. So the part that arrives from device k is device k's x. It lies at the position
+where the all-gather puts it. No value changes.
 
-Why it pays: NCCL gathers in a ring. A device's data pass through all others, each time through host memory. In an
-all-to-all the data go to each device directly, with more bandwidth on GPUs without peer-to-peer
-(docs/design/profiling.md). Over NVLink and between nodes all-gathers are as fast or faster, and stay.
+Why it is faster: NCCL gathers in a ring. A device's data pass through all other devices. Without peer-to-peer access,
+each hop goes through host memory. In an all-to-all, the data go to each device directly, with more bandwidth on GPUs
+without peer-to-peer access (docs/design/profiling.md). Over NVLink and between nodes, all-gathers are at least as fast
+as all-to-alls, so they stay.
 
-Cost: writes the gathered array once more, and needs its bytes once more while it lives.
+Cost: the copies are as large as the gathered array. They are written once, and need memory while they live.
 
-Not in the DHelix paper, which uses NCCL's collectives as they are. docs/research_log.md has the gain.
+The DHelix paper does not describe this replacement; it uses NCCL's collectives as they are. docs/research_log.md states
+the gain.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rewrites the collectives of XLA's partitioner into the form that a shard_map would have.
+"""Rewrites collectives that XLA's partitioner made into the form that they would have in a shard_map.
 
 Before, with rows sharded over 4 devices:                After:
     n = bf16[2,64] convert(...)                              m = bf16[2,64] multiply(n, broadcast(scale))
@@ -10,30 +10,32 @@ Before, with rows sharded over 4 devices:                After:
     b = bf16[8,64] all-reduce(dot(y, w))                     r = bf16[2,64] reduce-scatter(s)
     r = bf16[2,64] dynamic-slice(add(a, b), my rows)
 
-The partitioner gathers the operand of an elementwise operation if a user needs its whole result. It also sums whole
-arrays of which each device keeps only a part. A collective directly next to its matrix product can be replaced
-(`passes/communication/collective_matmul/collective_matmul.py`). A collective behind an elementwise operation, or an
-all-reduce, cannot.
+The partitioner gathers the operand of an elementwise operation if a user needs the operation's whole result. It also
+sums whole arrays over devices, even if each device keeps only a part of the sum. A collective matmul can replace a
+collective that is directly next to its matrix product (`passes/communication/collective_matmul/collective_matmul.py`).
+It cannot replace a collective if an elementwise operation stands between the two, nor an all-reduce whose sum is cut
+into parts.
 
 Contract
     Consumes  a partitioned program with plain collectives, before they become asynchronous: PRE_SCHEDULER.
-    Makes     1. an all-gather after elementwise operations, from an all-gather before them, if a product reads the
+    Makes     1. an all-gather after elementwise operations instead of an all-gather before them, if a product reads the
                  result;
-              2. a reduce-scatter, from all-reduces that are summed, moved and then cut into each device's part.
-    Leaves    the rest, with one note for each reason.
+              2. a reduce-scatter, from all-reduces that are added, reshaped or transposed, and then cut into each
+                 device's part.
+    Leaves    everything else, with one note for each reason.
 
 Why it is legal
-    1. An element of the result depends on one gathered element and on other operands. These are the same for all rows
-       (scalars, and values broadcast along the gathered dimension) and on all devices of the group, which is proved
-       (`passes/analysis/replication.py`). So each device may compute its own rows instead of all rows. Nothing else
-       reads the gathered array, so one gather suffices.
-    2. Addition and moves commute with a sum over devices; additions may round in another order. The pass proves that
-       each device cuts out the part that a reduce-scatter gives it: it evaluates the offset for each device from
-       partition-id and constants, with XLA's integer arithmetic.
+    1. An element of the result depends on one gathered element and on other operands. The other operands are the same
+       for all rows: they are scalars, or values broadcast along the gathered dimension. They are also proved to be the
+       same on all devices of the group (`passes/analysis/replication.py`). So each device may compute its own rows
+       instead of all rows. Nothing else reads the gathered array, so one gather suffices.
+    2. Additions and moves commute with a sum over devices, but the additions may round in another order. The pass
+       proves that each device cuts out the part that a reduce-scatter would give to it. For this proof, the pass
+       evaluates the offset on each device from partition-id and constants, with XLA's integer arithmetic.
 
-Cost: none. Elementwise operations run once per row and fuse with the producer of the row. A gather stays if its
-elementwise users widen the type, because it would then move more bytes. XLA would make the same reduce-scatter later
-(all-reduce reassociation, reduce-scatter creator); `collective-matmul` needs it earlier.
+Cost: none. Elementwise operations run once per row and fuse with the producer of the row. An all-gather stays if its
+elementwise users widen the type, because the moved all-gather would transfer more bytes. XLA would make the same
+reduce-scatter (all-reduce reassociation, reduce-scatter creator), but only after `collective-matmul`, which needs it.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Ins
 
 
 def _gather_late(computation: Computation, replication: Replication, left: Counter[str]) -> int:
-    """Moves all-gathers of a computation behind elementwise operations. Returns how many."""
+    """Moves all-gathers of a computation behind elementwise operations. Returns the number of moved all-gathers."""
     users, ordered = computation.users(), graph.tied(computation)
     builder, stands_for = Builder(computation), dict[Instruction, Instruction]()
     for gather in [i for i in computation.instructions if i.opcode == "all-gather"]:
@@ -129,7 +131,7 @@ def _gather_late(computation: Computation, replication: Replication, left: Count
 
 
 def _elementwise_readers(gather: Instruction, users: Users, ordered: set[Instruction]) -> list[Instruction]:
-    """The chain of elementwise instructions behind a gather. Each is the only reader of the one before."""
+    """The chain of elementwise instructions behind a gather. Each is the only reader of its predecessor."""
     found, value = list[Instruction](), gather
     dimension = gather.proto.dimensions[0]
     while value is not gather.computation.root and len(users[value]) == 1:
@@ -149,7 +151,7 @@ def _is_same_for_rows(value: Instruction, dimension: int) -> bool:
 
 
 def _others(gather: Instruction, behind: Sequence[Instruction]) -> list[Instruction]:
-    """Operands of the instructions behind a gather that are not in the chain."""
+    """The operands that the instructions `behind` a gather read from outside their chain."""
     chain = {gather, *behind}
     return list(dict.fromkeys(o for instruction in behind for o in instruction.operands if o not in chain))
 
@@ -171,7 +173,7 @@ def _width(value: Instruction) -> int:
 
 
 def _of_a_shard(builder: Builder, gather: Instruction, behind: Sequence[Instruction]) -> Instruction:
-    """Copies the instructions `behind` a gather, for a device's own shard."""
+    """Copies the instructions `behind` a gather for a device's own shard. Returns the last copy."""
     dimension, before = gather.proto.dimensions[0], gather.operands[0]
     rows = before.shape.dimensions[dimension]
     known = {gather: before}
@@ -191,7 +193,7 @@ def _of_a_shard(builder: Builder, gather: Instruction, behind: Sequence[Instruct
 
 
 def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
-    """Replaces all-reduces that are cut into parts by reduce-scatters. Returns how many."""
+    """Makes reduce-scatters from all-reduces whose sums are cut into parts. Returns the number of reduce-scatters."""
     users, ordered = computation.users(), graph.tied(computation)
     builder, stands_for = Builder(computation), dict[Instruction, Instruction]()
     offsets: Offsets = {}
@@ -218,7 +220,7 @@ def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
 
 
 def _terms(value: Instruction, users: Users, ordered: set[Instruction]) -> Iterator[Instruction]:
-    """The terms of the sum `value`, through moves. Stops at values that have other users."""
+    """The terms of the sum `value`. An addition or a move with other readers counts as one term."""
     pending = [value]
     while pending:
         top = pending.pop()
@@ -233,7 +235,7 @@ def _is_read_once(value: Instruction, users: Users) -> bool:
 
 
 def _groups(part: Instruction, terms: Sequence[Instruction], users: Users, ordered: set[Instruction]) -> Groups:
-    """The groups over which all `terms` are summed. Raises Unfit if a term is not such a sum."""
+    """The groups over which all `terms` are summed. Raises Unfit if a term is not a sum over these groups."""
     sums = [t for t in terms if t.opcode == "all-reduce" and len(t.operands) == 1 and is_sum(t) and not is_marked(t)]
     groups = {device_groups(term) if term.proto.channel_id else () for term in sums}
     if len(sums) < len(terms) or len(groups) != 1:
@@ -244,9 +246,10 @@ def _groups(part: Instruction, terms: Sequence[Instruction], users: Users, order
 
 
 def _own_dimension(part: Instruction, groups: Groups, offsets: Offsets) -> int:
-    """The dimension along which each device cuts out the part with its number in its group; raises Unfit if none is.
+    """The dimension along which each device cuts out its own part: the part with the device's number in its group.
 
-    Along other dimensions the part is whole, so its offset does not matter.
+    Along other dimensions, the part is as long as the whole array, so the offset does not matter. Raises Unfit if the
+    part is not proved to be the device's own.
     """
     whole, devices = part.operands[0].shape.dimensions, sorted(device for group in groups for device in group)
     cut = [n for n, size in enumerate(part.shape.dimensions) if size != whole[n]]
@@ -263,7 +266,7 @@ def _own_dimension(part: Instruction, groups: Groups, offsets: Offsets) -> int:
 
 
 def _on_devices(value: Instruction, devices: int) -> list[int] | None:
-    """The scalar `value` on each device; None if it does not follow from the device's number."""
+    """The scalar `value` on each device; None if it cannot be computed from the device's number and constants."""
     try:
         needed = _needed(value)
         return [_on_device(value, needed, device) for device in range(devices)]
@@ -272,7 +275,7 @@ def _on_devices(value: Instruction, devices: int) -> list[int] | None:
 
 
 def _needed(value: Instruction) -> list[Instruction]:
-    """All instructions that a scalar depends on. Raises Unknown if they are more than `_MOST_NEEDED`."""
+    """All instructions that a scalar depends on. Raises Unknown if there are more than `_MOST_NEEDED`."""
     found = {value: None}
     pending = [value]
     while pending:
@@ -286,7 +289,10 @@ def _needed(value: Instruction) -> list[Instruction]:
 
 
 def _on_device(value: Instruction, needed: Sequence[Instruction], device: int) -> int:
-    """The scalar `value` on a device, from its number, constants, and constant tables with a row for each device."""
+    """The scalar `value` on a device.
+
+    It is computed from the device's number, constants, and constant tables with a row for each device.
+    """
     known = {i: device for i in needed if i.opcode == "partition-id"}
     tables = [i for i in needed if i.opcode == "dynamic-slice" and i.operands[0].opcode == "constant"]
     rows = {table: _row(table, evaluate(table.operands[1], {}, known)) for table in tables}

@@ -5,9 +5,10 @@ All-to-alls replace all-gathers and reduce-scatters; all-gathers replace collect
 An all-to-all sends each device its part directly. On symmetric memory it runs on copy engines, which take no SMs.
 Through host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/research_log.md).
 
-For exposed communication a replacement pays if the profile says that it is faster (`is_faster`). Under compute, faster
-communication gains little, and the added pass over memory costs compute time. So collectives that compute should hide
-are replaced only if communication takes longer than compute (`is_communication_bound`; see docs/research_log.md).
+Exposed communication is replaced if the profile says that the replacement is faster (`is_faster`). If compute hides the
+communication, faster communication gains little, and the added pass over memory costs compute time. So collectives that
+compute should hide are replaced only if communication takes longer than compute (`is_communication_bound`; see
+docs/research_log.md).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collecti
 KINDS = tuple(INSTEAD)
 UNMEASURED = "no measured costs say whether it pays"
 MIN_BYTES = 4 << 20
-"""Minimal bytes of the whole buffer on one device. Latency dominates smaller messages, not bandwidth."""
+"""Minimal bytes of the whole buffer on one device. Latency, not bandwidth, dominates the time of smaller messages."""
 _ANY = 1 << 30  # GPUs per node, for keys in which node boundaries do not count
 _GAIN = 0.05
-"""Required gain, as a fraction of the collective's time. Times differ by half as much between two machines."""
+"""Required gain, as a fraction of the collective's time. Times differ by half of this fraction between two machines."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class Decomposition:
     """Base class of the decomposition passes.
 
     Attributes:
-      model: costs that decide. They hold only for their launch setting, which must be the process's. None: every
-        collective that is large enough is replaced.
-      overlapped: compute should hide the collectives. They are then replaced only in modules that are bound by
-        communication, which needs a model.
+      model: costs that decide which collectives are replaced. They hold only for one launch setting, and the process
+        must run with it. If None, every collective that is large enough is replaced.
+      overlapped: whether compute should hide the collectives. If so, `why_none` decides whether any of them are
+        replaced.
       min_bytes: minimal size of the buffer (see `MIN_BYTES`).
-      only: restricts the pass to these keys, compared by kind, bytes and groups; None: no restriction.
+      only: the pass replaces only collectives with one of these keys. Keys are compared by kind, bytes and groups.
+        None: no restriction.
     """
 
     model: CostModel | None = None
@@ -65,13 +67,15 @@ class Decomposition:
         why_not: Callable[[Instruction], str],
         decompose: Callable[[Instruction], None],
     ) -> bool:
-        """Runs `decompose` on each collective of a kind for which it pays. Notes the count, and why others stay.
+        """Runs `decompose` on each collective of `kind` that should be replaced.
+
+        Adds notes to `context`: the number of replaced collectives, and why other collectives stay.
 
         Args:
           module: the module to change.
           context: takes the notes.
-          kind: the collectives' opcode.
-          why_not: why a collective cannot be replaced; "" if it can.
+          kind: the opcode of the collectives.
+          why_not: returns why a collective cannot be replaced; "" if it can.
           decompose: replaces one collective.
 
         Returns:
@@ -127,7 +131,7 @@ def why_not(collective: Instruction) -> str:
 
 
 def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: int) -> str:
-    """Why replacing `collective` does not pay; "" if it does. Without a model only its size decides."""
+    """Why a replacement of `collective` saves no time; "" if it does. Without a model, only the size decides."""
     found = find_collective(collective)
     if found is None or found.size < min_bytes:
         return f"it is smaller than {min_bytes} bytes"
@@ -140,7 +144,10 @@ def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: in
 
 
 def is_faster(key: CollectiveKey, model: CostModel) -> bool:
-    """Whether the replacement and its pass over memory take clearly less time than the collective, each alone."""
+    """Whether the replacement, with its pass over memory, saves more than a fraction `_GAIN` of its time.
+
+    The times are those of operators that run alone.
+    """
     swaps = key.kind == "collective-permute"
     moved = 2 * key.bytes if swaps else key.bytes + key.bytes // key.group_size
     other = replace(key, kind=INSTEAD[key.kind], bytes=2 * key.bytes if swaps else key.bytes)
@@ -150,7 +157,7 @@ def is_faster(key: CollectiveKey, model: CostModel) -> bool:
 
 
 def faster(module: HloModule, model: CostModel) -> tuple[CollectiveKey, ...]:
-    """The large collectives of a module whose replacement is faster. Collective-permutes count only if they swap."""
+    """The keys of the large collectives whose replacement is faster. Collective-permutes count only if they swap."""
     keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
     found = set[CollectiveKey]()
     for instruction in (i for c in module.computations for i in c.instructions):
@@ -174,7 +181,10 @@ def is_swap(pairs: Groups) -> bool:
 
 
 class Alone:
-    """Stand-alone seconds of operators before scheduling: collectives by the profile, others by the roofline."""
+    """Seconds that the operators of an unscheduled module take alone.
+
+    The profile gives the times of collectives, and the roofline the times of other operators.
+    """
 
     def __init__(self, model: CostModel) -> None:
         self._keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
@@ -182,7 +192,7 @@ class Alone:
         self._estimator = model.estimator
 
     def seconds(self, instruction: Instruction, parts: int = 1) -> float:
-        """Seconds of an instruction that is not control flow; of a collective with 1 / `parts` of its bytes."""
+        """Seconds of an instruction that is not control flow. A collective is timed with 1 / `parts` of its bytes."""
         key = None if find_collective(instruction) is None else self._keys[instruction]
         if not isinstance(key, CollectiveKey):
             return self._costs[instruction].seconds
@@ -190,7 +200,7 @@ class Alone:
 
 
 def is_communication_bound(module: HloModule, model: CostModel) -> bool:
-    """Whether the collectives of an unscheduled module take longer than everything else, each alone."""
+    """Whether the collectives of an unscheduled module take longer than all other instructions, if each runs alone."""
     alone = Alone(model)
     known: dict[Computation, tuple[float, float]] = {}
 
@@ -215,7 +225,7 @@ def is_communication_bound(module: HloModule, model: CostModel) -> bool:
 
 
 def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:
-    """An all-to-all of `operand` along the dimension and over the devices of `like`: part k goes to device k."""
+    """Makes an all-to-all of `operand`, with the dimension and the devices of `like`. Part k goes to device k."""
     made = builder.make("all-to-all", array(operand.shape.element_type, operand.shape.dimensions), [operand])
     made.proto.dimensions.extend(like.proto.dimensions)
     made.proto.channel_id = like.proto.channel_id
@@ -225,7 +235,7 @@ def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Ins
 
 
 def put_in_place(old: Instruction, first: Instruction, last: Instruction) -> None:
-    """Replaces `old` by the instructions from `first` to `last`, control dependencies included, and removes it."""
+    """Removes `old`. The instructions from `first` to `last` take its place, also in control dependencies."""
     computation = old.computation
     first.control_predecessors = old.control_predecessors
     for other in computation.instructions:

@@ -1,4 +1,4 @@
-"""Replaces collective-permutes that swap by an all-gather per pair, where that is faster: through host memory.
+"""Replaces collective-permutes that swap two arrays by an all-gather per pair, where the all-gather is faster.
 
 Before, devices 0 and 1 on two stages:                After:
     y = bf16[4096,4096] collective-permute(x),            g = bf16[2,4096,4096] all-gather(x),
@@ -7,20 +7,22 @@ Before, devices 0 and 1 on two stages:                After:
 
 Contract
     Consumes  plain collective-permutes, after partitioning and before fusion, in which the two devices of each pair
-              exchange their arrays. The pairs are an axis of a row-major mesh of all devices. A pipeline of two
-              stages does this in its steady state.
-    Makes     the all-gather and the slice from each such permute of `min_bytes` or more. If there is a `model`, it must
-              predict that they are faster.
-    Leaves    the others, with a note for each reason.
+              exchange their arrays. The pairs form an axis of a row-major mesh of all devices. A pipeline of two stages
+              has such permutes in its steady state.
+    Makes     the all-gather and the slice from each such permute of at least `min_bytes` bytes. If there is a `model`,
+              it must predict that the replacement is faster.
+    Leaves    other collective-permutes, with a note for each reason.
 
-Why it is legal: each device gathers its own x and its partner's, and takes the partner's. No value changes.
+Why it is legal: each device gathers its own x and its partner's x, and takes the partner's x. No value changes.
 
-Why it pays: NCCL uses fewer channels for point-to-point messages than for gathers. Without peer-to-peer, the gather is
-faster (docs/research_log.md). Over NVLink both take as long, and permutes stay.
+Why it is faster: NCCL uses fewer channels for point-to-point messages than for all-gathers. So the all-gather is faster
+if data pass through host memory, without peer-to-peer access (docs/research_log.md). Over NVLink, both take the same
+time, so permutes stay.
 
-Cost: the bytes once more while they live, and a copy unless XLA fuses the slice.
+Cost: while g lives, it needs the bytes of y once more. The slice is a copy unless XLA fuses it.
 
-Not in the papers, whose pipelines send point to point. docs/research_log.md has the gain.
+The papers do not describe this replacement; their pipelines send messages point to point. docs/research_log.md states
+the gain.
 """
 
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ class PermuteDecomposition(Decomposition):
         return self.replace_all(module, context, "collective-permute", _unfit, _decompose)
 
     def why_none(self, module: HloModule) -> str:
-        """Why no swap is replaced: there is no cost model; "" if there is one.
+        """Why no swap is replaced: there is no cost model. Returns "" if there is one.
 
         A shorter transfer takes nothing from compute, so a replacement helps in any step.
         """
@@ -70,10 +72,10 @@ def _pairs(permute: Instruction) -> tuple[tuple[int, ...], ...]:
 
 
 def _decompose(permute: Instruction) -> None:
-    """Replaces `permute` by all-gather and slice."""
+    """Replaces `permute` by an all-gather and a slice."""
     builder, (operand,), pairs = Builder(permute.computation), permute.operands, _pairs(permute)
     axis, kind, own = row_major_axis(pairs), permute.shape.element_type, list(permute.shape.dimensions)
-    assert axis is not None  # _unfit
+    assert axis is not None  # checked by _unfit
     one = reshaped(builder, operand, [1, *own])
     gathered = builder.make("all-gather", dense(kind, [2, *own]), [one], dimensions=[0])
     gathered.proto.channel_id = permute.proto.channel_id

@@ -1,4 +1,4 @@
-"""Replaces reduce-scatters by an all-to-all and a local sum, where that is faster than NCCL's kernel.
+"""Replaces reduce-scatters by an all-to-all and a local sum, where this is faster than NCCL's kernel.
 
 Before:                                          After, over n devices:
     y = bf16[1,2048,4096] reduce-scatter(x),         t = bf16[1,8192,4096] all-to-all(x), dimensions={1}
@@ -8,21 +8,23 @@ Before:                                          After, over n devices:
 
 Contract
     Consumes  plain reduce-scatters (sums) of one floating-point array, after partitioning and before fusion.
-    Makes     the instructions on the right from each reduce-scatter of `min_bytes` or more. If there is a `model`, it
-              must predict that they are faster. XLA fuses the last three steps with the users of y.
-    Leaves    the others, with a note for each reason.
+    Makes     the instructions on the right from each reduce-scatter of at least `min_bytes` bytes. If there is a
+              `model`, it must predict that the replacement is faster. XLA fuses the last three steps with the users of
+              y.
+    Leaves    other reduce-scatters, with a note for each reason.
 
 Why it is legal: part k of device d's operand is d's contribution to device k's result. The all-to-all gives each device
 its part of all operands. The device adds them in float32 (float64 for float64), in device order. So the sum is rounded
-once, while a bfloat16 reduce-scatter rounds after each addition; results differ in the last bits.
+once. A bfloat16 reduce-scatter rounds after each addition, so results differ in the last bits.
 
-Why it pays: NCCL's reduction runs on SMs that an overlapping GEMM needs. An all-to-all on symmetric memory runs on copy
-engines (`NCCL_CTA_POLICY=2`) and leaves the SMs to the GEMM. Both send the same bytes. Through host memory the
-all-to-all is faster.
+Why it is faster: NCCL's reduction runs on SMs that an overlapping GEMM needs. An all-to-all on symmetric memory runs on
+copy engines (`NCCL_CTA_POLICY=2`) and leaves the SMs to the GEMM. Both collectives send the same number of bytes.
+Through host memory, the all-to-all itself is faster, too.
 
-Cost: one pass over memory of 1 + 1/n of the operand, and the operand's bytes once more while it lives.
+Cost: the sum reads as many bytes as the operand has, and writes 1/n of them. While t lives, it needs the operand's
+bytes once more.
 
-Not in the DHelix paper, which uses no copy engines. docs/research_log.md has the gain.
+The DHelix paper does not describe this replacement; it uses no copy engines. docs/research_log.md states the gain.
 """
 
 from dataclasses import dataclass
@@ -56,7 +58,7 @@ def _unfit(scatter: Instruction) -> str:
 
 
 def _decompose(scatter: Instruction, sums: dict[int, Computation]) -> None:
-    """Replaces `scatter` by all-to-all and sum. `sums`: adding computations by element type, filled on demand."""
+    """Replaces `scatter` by an all-to-all and a sum. `sums` caches the computation that adds, by element type."""
     builder, (operand,), dimension = Builder(scatter.computation), scatter.operands, scatter.proto.dimensions[0]
     size = scatter.shape.dimensions[dimension]
     by_part = [*scatter.shape.dimensions]

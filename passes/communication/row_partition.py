@@ -1,6 +1,6 @@
 """Splits the computation from an all-gather to a reduce-scatter into parts of the rows, where one strand runs alone.
 
-Before, of each device 2048 rows:               After, of each device 2 parts of 1024 rows:
+Before, 2048 rows on each device:               After, 2 parts of 1024 rows on each device:
     g = bf16[8192,K] all-gather(x)                  g0 = bf16[4096,K] all-gather(x[0:1024])
     a = bf16[8192,F] dot(g, w)                      g1 = bf16[4096,K] all-gather(x[1024:2048])
     b = bf16[8192,F] tanh(a)                        r0 = reduce-scatter(dot(tanh(dot(g0, w)), v))
@@ -15,18 +15,19 @@ Contract
               an all-gather, a reduce-scatter over the same devices, and all computation between them.
     Makes     one chain for each part of the rows. Other users of the whole arrays, such as the backward pass, read the
               joined parts. Combiner keys keep XLA from combining the parts' collectives again.
-    Leaves    chains in which rows interact (attention) or that contain another collective; computations where both
-              strands run, because each hides the other's collectives (`pattern.co_executes`); and chains that do not
-              pay according to `model`. One note for each reason.
+    Leaves    chains in which rows interact (attention), chains that contain another collective, and chains that are not
+              faster in parts according to `model`. It also leaves computations where both strands run
+              (`pattern.co_executes`), because each strand hides the other's collectives. There is one note for each
+              reason.
 
-Why it is legal: the result for a row depends on that row alone (`rows.py`), and both collectives treat all rows alike,
-so each part has the same values as before. Products of fewer rows may sum in another order.
+Why it is legal: the result for a row depends on that row alone (`rows.py`). Both collectives treat all rows alike. So
+each part has the same values as before. Products of fewer rows may sum in another order.
 
-Cost: the collectives of n parts take longer than the whole ones, products may too, and joined arrays are written once
-more. Without another strand nothing else hides these collectives, so this pays if a computation's collectives take
-longer than its products. MegaScale ("Scaling Large Language Model Training to More Than 10,000 GPUs") section 3.2
-pipelines each collective with the adjacent product. Here parts stay apart until the last collective of the chain, so
-nothing waits for a whole array in between.
+Cost: the collectives of n parts together take longer than the whole collectives. Products may take longer, too. Joined
+arrays are written once more. Where one strand runs alone, nothing else hides these collectives. So the parts save time
+if a computation's collectives take longer than its products. MegaScale ("Scaling Large Language Model Training to More
+Than 10,000 GPUs") section 3.2 pipelines each collective with the adjacent product. Here, the parts stay separate until
+the last collective of the chain, so no instruction in the chain waits for a whole array.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, grap
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 
 _PART = "part "  # prefix of the parts' combiner keys
-_PRODUCTS = ("dot", "custom-call")  # with attention; other operations do not count, XLA has yet to fuse them
+_PRODUCTS = ("dot", "custom-call")  # custom calls include attention; XLA has yet to fuse other operations
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class RowPartition:
     """Splits chains from an all-gather to a reduce-scatter into parts.
 
     Attributes:
-      model: costs that decide, for their launch setting. None: all possible chains are split.
+      model: costs that decide which chains are split. They hold for one launch setting. If None, every chain that can
+        be split is split.
       parts: number of parts of each device's rows, 2 or more.
-      costs_decide: without a model, all chains stay whole.
+      costs_decide: whether all chains stay whole if there is no model.
     """
 
     model: CostModel | None = None
@@ -95,7 +97,7 @@ class Chain:
     """A chain to split.
 
     Attributes:
-      steps: the computation between gather and scatter, operands first.
+      steps: the instructions between gather and scatter, operands first.
       rows: position of the rows in the gather's result, in each step, and in the scatter's result.
     """
 
@@ -106,14 +108,16 @@ class Chain:
 
 
 def pays(module: HloModule, model: CostModel) -> bool:
-    """Whether any chain of a module is faster in parts. The module is not changed."""
+    """Whether any chain of a module is predicted to be faster in parts. The module is not changed."""
     found = (_worth_it(c, RowPartition.parts, Alone(model), Counter()) for c in module.computations)
     return any(True for chains in found for _ in chains)
 
 
 def _worth_it(computation: Computation, parts: int, alone: Alone | None, left: Counter[str]) -> Iterator[Chain]:
-    """The chains to split: those that can be split and, if costs are known, are faster. Counts in `left` why others
-    stay."""
+    """The chains that can be split and, if costs are known, are faster in parts.
+
+    Counts in `left` why other chains stay whole.
+    """
     why_none = _why_none(computation, alone)
     for chain in find_chains(computation, parts, left):
         if reason := why_none or _why_too_dear(chain, parts, alone):
@@ -123,14 +127,14 @@ def _worth_it(computation: Computation, parts: int, alone: Alone | None, left: C
 
 
 def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Iterator[Chain]:
-    """Chains of a computation whose rows divide into `parts`. Counts in `left` why other reduce-scatters stay.
+    """The chains of a computation that can be split into `parts`. Counts in `left` why other reduce-scatters stay.
 
-    Chains are found lazily: the caller may change the computation before it asks for the next one.
+    Chains are found lazily: the caller may change the computation before it asks for the next chain.
     """
     order: list[Instruction] = []
     place: dict[Instruction, int] = {}
     for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
-        if computation.instructions is not order:  # the first time, or a chain was partitioned
+        if computation.instructions is not order:  # at first, and after a chain was split
             order = computation.instructions
             place = {i: n for n, i in enumerate(order)}
         reasons = ["no all-gather leads to the reduce-scatter without another collective in between"]
@@ -145,7 +149,7 @@ def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Ite
 
 
 def _gathers_before(scatter: Instruction) -> set[Instruction]:
-    """All-gathers that a scatter depends on without another collective in between."""
+    """The all-gathers on which a scatter depends without another collective in between."""
     found: set[Instruction] = set()
     seen: set[Instruction] = set()
     pending = list(scatter.operands)
@@ -162,7 +166,7 @@ def _gathers_before(scatter: Instruction) -> set[Instruction]:
 
 
 def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Instruction]) -> list[Instruction]:
-    """The instructions `between` gather and scatter that depend on the gather and that the scatter depends on."""
+    """The instructions of `between` that are on a path from the gather to the scatter."""
     below, above = {gather}, {*scatter.operands, *scatter.control_predecessors}
     for instruction in between:
         if not below.isdisjoint((*instruction.operands, *instruction.control_predecessors)):
@@ -174,7 +178,10 @@ def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Ins
 
 
 def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruction], parts: int) -> Chain:
-    """The chain from gather to scatter, with all instructions `between` them. Raises Unfit if it cannot be split."""
+    """The chain from gather to scatter. Raises Unfit if the chain cannot be split.
+
+    `between` has all instructions between gather and scatter.
+    """
     if mesh_axis(gather) != mesh_axis(scatter) or device_groups(gather) != device_groups(scatter):
         raise Unfit("the all-gather and the reduce-scatter run over different devices")
     if not is_sum(scatter):
@@ -206,7 +213,7 @@ def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruct
 
 
 def _partition(chain: Chain, count: int, channel: int) -> None:
-    """Replaces a chain by `count` parts. Their collectives get channel ids from `channel` on."""
+    """Replaces a chain by `count` parts. The parts' collectives get the channel ids from `channel` upward."""
     computation, gather, scatter, rows = chain.gather.computation, chain.gather, chain.scatter, chain.rows
     users, inner = computation.users(), {*chain.steps, scatter}
     read = [i for i in (gather, *chain.steps) if i is computation.root or not inner.issuperset(users[i])]
@@ -218,7 +225,7 @@ def _partition(chain: Chain, count: int, channel: int) -> None:
         own = {operand: parts.take(operand, local, number)}
         own[gather] = parts.part(gather, rows[gather], number, own)
         begun = own[gather]
-        if made:  # otherwise XLA fuses parts that read the same arrays, and the fusion waits for all
+        if made:  # otherwise XLA fuses parts that read the same arrays, and the fusion waits for all parts
             begun, made[-1][summed] = parts.builder.barrier([begun, made[-1][summed]])
         known = {gather: begun}
         for step in chain.steps:
@@ -253,7 +260,7 @@ def _why_too_dear(chain: Chain, parts: int, alone: Alone | None) -> str:
     gather, scatter = alone.seconds(chain.gather), alone.seconds(chain.scatter)
     gather_part, scatter_part = alone.seconds(chain.gather, parts), alone.seconds(chain.scatter, parts)
     between = sum(alone.seconds(step) for step in chain.steps)
-    computed = scattered = 0.0  # the time at which all parts so far are computed, scattered
+    computed = scattered = 0.0  # times at which all parts so far are computed and scattered
     for number in range(parts):
         computed = max(computed, (number + 1) * gather_part) + between / parts
         scattered = max(scattered, computed, parts * gather_part) + scatter_part

@@ -1,20 +1,21 @@
-"""Finds the rows of a gathered array in later results, and computes one part of the rows.
+"""Finds the rows of a gathered array in later results, and makes instructions that compute a part of the rows.
 
     x [2048, K] of each of 4 devices                       rows: 4 devices x 2048, as the all-gather puts them
     g [8192, K] all-gather(x)                              dimension 0, nothing inside
     r [1, 8192, K] reshape(g)                              dimension 1
     y [1, 8192, H, D] reshape(dot(r, w))                   dimension 1
 
-Elementwise operations, reshapes, transposes, products with a weight, and reductions and concatenations of other
-dimensions keep rows independent: the result for a row depends on that row alone. So a part of the rows, the same part
-on every device, can be computed separately. In memory, the dimension that holds the rows is laid out as
+Elementwise operations, reshapes, transposes, and products with a weight keep rows independent: the result for a row
+depends on that row alone. Reductions and concatenations along other dimensions keep rows independent, too. So one part
+of each device's rows can be computed separately. In row-major order, the dimension that holds the rows has the indices
 
     [outside, device, part, row in the device's part, inside]
 
 `follow` finds the rows in a result. `part` makes an instruction for one part from operands for that part. `take` cuts a
 part out of a whole array, and `join` puts parts together.
 
-Used by `row_partition.py`. (`dimension_factors.py` follows all dimensions of an array, but only through moves.)
+`row_partition.py` uses this module. (`passes/analysis/dimension_factors.py` follows all dimensions of an array, but
+only through reshapes and transposes.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Rows:
     Attributes:
       dimension: the dimension that holds the rows.
       outside, inside: sizes of the other factors of that dimension, outside the rows and inside each row.
-      devices: number of devices; each has the same number of rows, stored device after device.
+      devices: number of devices. Each device has the same number of rows, and the rows are stored device after device.
       size: total number of rows.
     """
 
@@ -58,18 +59,19 @@ class Rows:
         return replace(self, dimension=dimension)
 
     def dimensions_of_part(self, shape: Any, parts: int) -> list[int]:
-        """Dimensions of an array of `shape` that holds only one of `parts` parts of the rows."""
+        """The dimensions of an array of `shape` after a cut to one of `parts` parts of the rows."""
         found = list(shape.dimensions)
         found[self.dimension] //= parts
         return found
 
 
 def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows | None:
-    """The position of the rows in the result; None if unknown, or if a result row depends on other rows.
+    """The position of the rows in the result; None if unknown, or if a row of the result depends on other rows.
 
     Args:
       instruction: the instruction, with at least one operand in `known`.
-      known: position of the rows in operands that are computed from the gathered array. `Parts.part` slices the others.
+      known: position of the rows in operands that are computed from the gathered array. `Parts.part` slices the other
+        operands.
     """
     sides = [side for side, operand in enumerate(instruction.operands) if operand in known]
     rows = known[instruction.operands[sides[0]]]
@@ -98,7 +100,10 @@ def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows 
 
 
 def _regrouped(rows: Rows, before: Sequence[int], after: Sequence[int]) -> Rows | None:
-    """The position after a reshape, which keeps the number of values inside each row."""
+    """The position of the rows after a reshape; None if no dimension of the result holds all rows.
+
+    A reshape keeps the number of values inside each row.
+    """
     if 0 in before:
         return None
     inside = rows.inside * math.prod(before[rows.dimension + 1 :])
@@ -126,7 +131,7 @@ def _multiplied(rows: Rows, dot: Instruction, side: int) -> Rows | None:
 
 
 class Parts:
-    """Makes instructions for parts of the rows at the end of a computation.
+    """Makes instructions that compute parts of the rows. They are appended to a computation.
 
     Args:
       builder: adds instructions to the computation.
@@ -139,7 +144,7 @@ class Parts:
     def part(
         self, instruction: Instruction, rows: Rows, number: int, operands: Mapping[Instruction, Instruction]
     ) -> Instruction:
-        """`instruction` for part `number`. `operands` maps its operands that have rows to their part."""
+        """Makes `instruction` for part `number` of the rows. `operands` maps each operand with rows to its part."""
         own = [operands.get(o) or self._own(o, instruction, rows, number) for o in instruction.operands]
         made = self.builder.copy(instruction, own)
         del made.shape.dimensions[:]
@@ -147,7 +152,10 @@ class Parts:
         return made
 
     def _own(self, operand: Instruction, user: Instruction, rows: Rows, number: int) -> Instruction:
-        """The part's share of an operand that is not computed from the gathered array."""
+        """The operand for part `number` if the operand is not computed from the gathered array.
+
+        An operand without rows stays whole.
+        """
         if user.opcode not in _ELEMENTWISE | {"concatenate"} or not operand.shape.dimensions:
             return operand
         if operand.opcode == "broadcast" and rows.dimension not in operand.proto.dimensions:
@@ -155,7 +163,7 @@ class Parts:
         return self.take(operand, rows, number)
 
     def take(self, whole: Instruction, rows: Rows, number: int) -> Instruction:
-        """Part `number` of a whole array."""
+        """Cuts part `number` of the rows out of the array `whole`."""
         before, outer, inner, after = self._around(whole.shape, rows)
         apart = reshaped(self.builder, whole, [*before, outer, self.count, inner, *after])
         cut = self.builder.make("slice", dense(whole.shape.element_type, [*before, outer, 1, inner, *after]), [apart])
@@ -176,7 +184,11 @@ class Parts:
         return self._named(made, whole, *apart, joined)
 
     def _around(self, shape: Any, rows: Rows) -> tuple[list[int], int, int, list[int]]:
-        """Dimensions before the rows' one; sizes outside and inside the part index in it; dimensions after it."""
+        """Splits `shape` at the index of a part of the rows.
+
+        Returns the dimensions before the rows' dimension, the sizes of the rows' dimension outside and inside the index
+        of a part, and the dimensions after the rows' dimension.
+        """
         outer, inner = rows.outside * rows.devices, rows.size // rows.devices // self.count * rows.inside
         return list(shape.dimensions[: rows.dimension]), outer, inner, list(shape.dimensions[rows.dimension + 1 :])
 

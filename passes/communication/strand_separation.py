@@ -1,20 +1,22 @@
-"""Keeps XLA from combining a collective of one strand with a collective of the other.
+"""Keeps XLA from combining a collective of one strand with a collective of the other strand.
 
 Before:                                          After:
     a = all-gather(x)    of strand alpha             a = all-gather(x), combiner_key="strand_alpha"
     b = all-gather(y)    of strand beta              b = all-gather(y), combiner_key="strand_beta"
 
 XLA's combiners merge independent collectives into one, up to 30 MiB of results. Collectives of the two strands are
-independent, but when merged each strand waits for the other, and nothing is left to overlap. Combiners never merge
-collectives with different values of `combiner_key`, a frontend attribute of XLA.
+independent. But if they are merged, each strand waits for the other, and nothing is left to overlap. Combiners never
+merge collectives with different values of `combiner_key`, a frontend attribute of XLA.
 
 Contract
     Consumes  the partitioned program before combiners run, so that it includes collectives of XLA's partitioner.
-    Makes     the attribute, on collectives whose name contains a strand. A value that the user set is kept in it.
-    Leaves    everything else. Collectives of one strand, and of no strand, may still be combined.
+    Makes     the attribute on collectives whose name contains a strand's name. A value that the user set is kept as a
+              part of the new value.
+    Leaves    everything else. XLA may still combine collectives of the same strand, and collectives of no strand.
 
-Why it is legal: the attribute is a hint. Cost: one kernel launch for each pair that would have been combined. DHelix
-section 4.1 (arXiv 2411.15871) pairs operators of the two strands; a combined collective would belong to both.
+Why it is legal: the attribute is a hint. Cost: one kernel launch for each pair of collectives that XLA would have
+combined. DHelix section 4.1 (arXiv 2411.15871) pairs operators of the two strands. A combined collective would belong
+to both strands.
 """
 
 from dataclasses import dataclass

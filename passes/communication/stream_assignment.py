@@ -14,16 +14,17 @@ at once. The searches for an order then pair collectives of both streams with ea
 Contract
     Consumes  a scheduled module, before its order is searched.
     Makes     a stream annotation on each collective that XLA launches asynchronously (`passes/analysis/streams.py`).
-    Leaves    programs whose collectives are all in a node, or all between nodes: collectives of one kind of link would
-              only slow each other. A collective between nodes also stays on stream 0 if one of its groups shares more
-              than one device with a group in a node.
+    Leaves    programs whose collectives are all in a node, or all between nodes: collectives that use the same links
+              would only slow each other. A collective between nodes also stays on stream 0 if one of its groups shares
+              more than one device with a group in a node.
 
 Why it is legal: readers wait for a collective's done, whatever its stream. No two processes can wait for each other:
   1. All devices launch the same collectives in the same order, and each stream keeps that order.
   2. Take the first collective in launch order that has not ended. On each of its devices, everything before it on its
      stream has ended, so it is the head of its stream. The device has multiprocessors for one collective of each
      stream, once the compute kernels that hold them end.
-  3. A compute kernel waits for no collective after it has begun (`exclusive-kernels` keeps those that do apart).
+  3. After a compute kernel has begun, it waits for no collective. (`exclusive-kernels` keeps kernels that do wait apart
+     from collectives.)
   So that collective runs on all its devices, and it ends. tests/passes/communication/test_stream_assignment.py checks
   all interleavings on small meshes.
 Cost: while two collectives run, both hold multiprocessors.
@@ -39,7 +40,7 @@ from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles.hardware import H200, Hardware
 
 _SHARED = 1
-"""Devices that two groups may share if their collectives are in flight together, as with two axes of a mesh."""
+"""Number of devices that two groups may share if their collectives run at the same time. Two mesh axes share one."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ def _groups(parts: Iterable[Collective]) -> Groups:
 
 
 def _apart(groups: Groups, others: set[Groups]) -> bool:
-    """Whether no group shares more than `_SHARED` devices with a group of `others`. No groups: all devices are one."""
+    """Whether no group shares more than `_SHARED` devices with a group of `others`.
+
+    Empty `groups` mean one group of all devices, so the result is False.
+    """
     each = {group for other in others for group in other}
     return bool(groups) and all(len(set(a) & set(b)) <= _SHARED for a in groups for b in each)

@@ -1,10 +1,10 @@
-"""Recognizes the kernels of collective matmuls in a program, with their site and form, by name.
+"""Recognizes the kernels of collective matmuls in a program by name. The name also says site and form.
 
     op_name   jit(step)/while/body/collective_matmul/all_gather_matmul bfloat16 8192x4096x3072 over 2/mosaic/...
                                    MARK              key of the site                                  key of the form
 
-To XLA, a Mosaic-GPU kernel is a custom call like any other. The pass that inserts the kernel knows what it computes and
-costs, so it writes that into the name. XLA keeps the name, even if it fuses the kernel with the slices that it reads.
+To XLA, a Mosaic-GPU kernel is a custom call like any other. The pass that inserts the kernel knows its site and form,
+and writes both into the name. XLA keeps the name, even if XLA fuses the kernel with the slices that the kernel reads.
 Kernels that a user calls have no such names.
 """
 
@@ -22,7 +22,7 @@ from dhelix.profiles.keys import OperatorKey
 MARK = "collective_matmul"
 """Part of the name stack of collective matmuls."""
 FAMILY = "collective-matmul"
-"""Start of the family in these kernels' keys."""
+"""Start of the family in the keys of these kernels."""
 
 
 def named(stack: str, site: Site, form: Form) -> str:
@@ -43,7 +43,7 @@ def kernel_of(instruction: Instruction) -> tuple[Site, Form] | None:
 
 
 def kernel_key(instruction: Instruction) -> OperatorKey | None:
-    """A key that counts a kernel that waits for its peers; no profile has it. None for other instructions."""
+    """The key of a kernel that waits for its peers. No profile has such a key. None for other instructions."""
     if exclusive_kernel(instruction) is None:
         return None
     found, work = kernel_of(instruction), work_of(instruction)

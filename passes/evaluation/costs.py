@@ -1,8 +1,8 @@
-"""Cost of each HLO instruction on a GPU: measured times if a profile has them, else `roofline_costs`.
+"""The cost of each HLO instruction on a GPU: from a profile's measured times if it has any, else from the roofline.
 
-Without a profile every cost comes from the roofline (`dhelix.profiles.estimates.roofline`), so it is a guess. With a
-profile, `Costs(hardware, Estimator(profile, hardware, setting))` gives measured or derived times for scheduled
-programs. `Cost.source` says which. `Costs.rates` says how two concurrent instructions slow each other down.
+Without a profile, every cost comes from the roofline (`roofline_costs`), so it is a guess. With a profile,
+`Costs(hardware, Estimator(profile, hardware, setting))` gives measured or derived times for scheduled programs.
+`Cost.source` says which of the two a time is. `Costs.rates` says how two concurrent instructions slow each other down.
 `CostModel` describes the source of costs as an option of a pass:
 
     CollectiveSchedule(model=CostModel.find("H200", "nvlink", "connections1"))
@@ -44,8 +44,9 @@ class PowerLimit:
     load. Profiles hold times at the full clock (`runtime.profiling.session`).
 
     Attributes:
-      free: load up to which the clock is the full one. The load is the fraction of `Hardware.peak_flops` that the step
-        reaches (masked-out attention does not count), plus `communication` times the fraction of time in collectives.
+      free: load up to which the GPU keeps its full clock. The load is the fraction of `Hardware.peak_flops` that the
+        step reaches (masked-out attention does not count), plus `communication` times the fraction of time in
+        collectives.
       slope: relative growth of product and attention times per unit of load above `free`.
       communication: weight of the time in collectives.
     """
@@ -57,14 +58,14 @@ class PowerLimit:
     def clock(self, load: float, seconds: float, slower: float) -> float:
         """Returns c, the factor by which products and attention take longer than at the full clock.
 
-        Longer products make the step longer, and so its load lower. c solves
+        Longer products make the step longer, so its load becomes lower. c solves the equation
 
             c - 1 = slope (load seconds / (seconds + (c - 1) slower) - free)
 
         Args:
           load: load of the step at the full clock.
           seconds: duration of the step at the full clock.
-          slower: seconds that the step would gain from c = 1 to c = 2, extrapolated linearly.
+          slower: seconds by which the step would be longer at c = 2 than at c = 1, extrapolated linearly.
         """
         if load <= self.free or seconds <= 0.0:
             return 1.0
@@ -75,10 +76,10 @@ class PowerLimit:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Time of a collective matmul that is one kernel. Nothing overlaps with it.
+    """The time of a collective matmul that is one kernel. Nothing overlaps with the kernel.
 
     Attributes:
-      seconds: of the kernel, at the full clock.
+      seconds: time of the kernel at the full clock.
       communication: seconds that its collective takes alone.
     """
 
@@ -89,15 +90,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class InStep:
-    """Effects that operators see in a step, but not in a profile, which measures them alone or in pairs.
+    """Effects that change operators' times in a step, but not in a profile, which measures operators alone or in pairs.
 
     Attributes:
       pause: seconds between one kernel and the next (`Section.gap_seconds`).
-      wait: extra seconds of a collective, for the arrival of its last GPU and the start of its users.
+      wait: extra seconds of a collective, until its last GPU arrives and its users start.
       launch: seconds for which compute waits when copy engines get a collective (`Cost.launch`).
       power: the power limit that lowers the clock; None if there is none.
       clock: factor by which products and attention take longer than at the full clock (`timeline.settled`).
-      in_order: kernels start in launch order, so no kernel overtakes a collective that waits for its lane.
+      in_order: whether kernels start in launch order. If so, no kernel overtakes a collective that waits for its lane.
     """
 
     pause: float = 0.0
@@ -114,9 +115,9 @@ class InStep:
         return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
 
     def kernel(self, cost: Cost, kernel: Kernel) -> Cost:
-        """`cost` with the time of `kernel`, which waits for its peers as a collective does."""
+        """`cost` with the time of `kernel`. Like a collective, the kernel also waits for its peers."""
         if kernel.seconds <= 0.0:
-            return replace(FREE, flops=cost.flops)  # another instruction has its time; its operations still count
+            return replace(FREE, flops=cost.flops)  # its time counts at another instruction, its operations count here
         seconds = self.clock * kernel.seconds + self.wait
         sent = kernel.communication
         return replace(cost, seconds=seconds, source=kernel.source, lane=Lane.COMPUTE, launch=0.0, communication=sent)
@@ -131,8 +132,8 @@ _COPIED = ("all-gather", "all-to-all")
 
 BY_THEMSELVES = InStep()
 # Chosen by measurement, on traces of Llama-8B steps on 4 x H200 (docs/research_log.md).
-_WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
-_LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: the next launch waits behind it in the only connection
+_WAIT = {"nvlink": 25e-6}  # by link; through host memory, collectives take no longer than in the profile
+_LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: the next launch waits in the only connection
 _H200 = PowerLimit(free=0.44, slope=2.0, communication=0.15)
 _POWER = {"H200": _H200, "H100": _H200}  # by GPU; fitted on H200s, checked on an H100
 
@@ -147,7 +148,7 @@ class Costs(dict[Instruction, Cost]):
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`), for the estimator.
       in_step: corrections to the profile's times for instructions inside a step.
       matmuls: times of collective matmul kernels.
-      instead: instructions that count as such a kernel; a kernel of 0 seconds takes no time.
+      instead: instructions that count as collective matmul kernels. A kernel of 0 seconds takes no time.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Costs(dict[Instruction, Cost]):
         return cost
 
     def _message_key(self, instruction: Instruction) -> CollectiveKey | None:
-        """The key of a permute with a message's size and pairs, because NCCL runs messages like permutes."""
+        """The key of a message: that of a permute with its size and pairs, because NCCL runs messages like permutes."""
         found = find_transfer(instruction) if instruction.opcode in SENDS else None
         if found is None or found.host:
             return None
@@ -203,7 +204,7 @@ class Costs(dict[Instruction, Cost]):
         return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(key).seconds for key in others))
 
     def _kernel(self, instruction: Instruction) -> Kernel | None:
-        """The collective matmul kernel that an instruction is or counts as; None if none or of unknown time."""
+        """The collective matmul kernel as which an instruction counts; None if there is none or its time is unknown."""
         if instruction in self.instead:
             return self.instead[instruction]
         found = kernel_of(instruction)
@@ -230,7 +231,7 @@ class Costs(dict[Instruction, Cost]):
 
     @property
     def words(self) -> str:
-        """The source of the costs, for people to read."""
+        """A description of the source of the costs, for people to read."""
         if self.estimator is None or self.estimator.profile is None:
             return f"roofline of {self.hardware.name}"
         profile, setting = self.estimator.profile, self.estimator.section.setting
@@ -238,14 +239,14 @@ class Costs(dict[Instruction, Cost]):
 
     @property
     def assumed(self) -> str:
-        """Unmeasured constants that the costs looked up so far rest on, for people to read; "" if there are none."""
+        """Unmeasured constants that the costs used so far depend on, for people to read; "" if there are none."""
         if not self._assumes_network:
             return ""
         bandwidth, per_node = self.hardware.inter_bandwidth / 1e9, self.hardware.gpus_per_node
         return f"{bandwidth:g} GB/s per GPU between nodes of {per_node} GPUs"
 
     def at_clock(self, clock: float) -> "Costs":
-        """The same costs, with products and attention `clock` times as long as at the full clock."""
+        """The same costs, but products and attention take `clock` times as long as at the full clock."""
         if clock == self.in_step.clock:
             return self
         in_step = replace(self.in_step, clock=clock)
@@ -255,7 +256,7 @@ class Costs(dict[Instruction, Cost]):
         return made
 
     def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
-        """The same costs, with some instructions counted as collective matmul kernels. Keeps costs already computed."""
+        """The same costs, but the instructions in `instead` count as kernels. Costs already computed are kept."""
         made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
         made.operator_keys, made._guessed = self.operator_keys, self._guessed
         made._assumes_network = self._assumes_network
@@ -267,10 +268,10 @@ class Costs(dict[Instruction, Cost]):
     def rates(
         self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
     ) -> tuple[float, float]:
-        """Returns the speeds of `compute` and `collective` while both run: 1 is undisturbed, and none is 0.
+        """Returns the speeds of `compute` and `collective` while both run. A speed of 1 is undisturbed; no speed is 0.
 
-        They come from this measured pair or similar ones, else from the hardware's constants. A collective matmul
-        kernel runs alone: it gets no SM until the collective in flight has ended.
+        The speeds come from measurements of this pair or of similar pairs, else from the hardware's constants. A
+        collective matmul kernel runs alone: it gets no SM until the collective in flight has ended.
 
         Args:
           collective_first: whether the collective was launched first.
@@ -283,7 +284,7 @@ class Costs(dict[Instruction, Cost]):
         return known
 
     def rates_are_guessed(self, compute: str, collective: str) -> bool:
-        """Whether `rates` used the hardware's constants for these instructions, in any launch order so far."""
+        """Whether `rates` has used the hardware's constants for these instructions so far, in any launch order."""
         return self.estimator is None or (compute, collective) in self._guessed
 
     def _find_rates(
@@ -325,13 +326,14 @@ def _estimator(same: _Same, hardware: Hardware, setting: str) -> Estimator:
 class CostModel:
     """The source of costs, as an option of passes: a profile's times under one launch setting.
 
-    The whole profile counts in the fingerprint of a pass's inputs, so hosts with different files notice it before the
-    first step.
+    The whole profile counts in the fingerprint of a pass's inputs, so hosts with different files notice the difference
+    before the first step.
 
     Attributes:
-      matmuls: times of collective matmuls. None: such a kernel counts as its product.
+      matmuls: times of collective matmuls. If None, a collective matmul kernel counts as its product.
       gpus_per_node: 0 means the usual number for such GPUs.
-      inter_bandwidth: bytes per second of each GPU between nodes, used for unmeasured collectives; 0 means the usual.
+      inter_bandwidth: bytes per second of each GPU between nodes, used for unmeasured collectives; 0 means the usual
+        number.
     """
 
     profile: Profile = field(repr=False)
@@ -344,9 +346,9 @@ class CostModel:
     def find(
         cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default", gpus_per_node: int = 0
     ) -> Self:
-        """Uses the shipped profile and the user's own (`storage.find`).
+        """A model with the shipped and the user's own measurements of this hardware and link (`storage.find`).
 
-        Raises DhelixError if there is no such profile, or if it has no measurements under this setting.
+        Raises DhelixError if there is no such profile, or if the profile has no measurements under this setting.
         """
         profile = storage.find(hardware, link)
         if profile is None:

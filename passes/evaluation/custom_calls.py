@@ -1,4 +1,4 @@
-"""Families of custom calls: what library kernels compute, by the names of their targets.
+"""Families of custom calls. The name of a call's target decides its family, which says what the call computes.
 
 A custom call shows only a name, operands and a result. The table `FAMILIES` says what targets compute. The first row
 whose pattern matches the whole target (and whose `config` is found in the configuration) decides how the time is
@@ -12,7 +12,7 @@ estimated:
     unknown               from the bytes, too, because nothing says what it computes
 
 cuBLASLt calls and cuDNN attention calls say more in their configuration, which `operator_work` and `operator_keys`
-read. A call that matches no row is unknown; `dhelix inspect` says how many of these a step runs.
+read. A call that matches no row is unknown; `dhelix inspect` says how many unknown calls a step runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ type WorkKind = Literal["product", "attention", "attention backward", "convoluti
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Custom calls whose time is estimated alike.
+    """Custom calls whose time is estimated in the same way.
 
     Attributes:
       name: name for people to read.
-      work: how their time is estimated.
-      target: pattern for the whole target, ignoring case.
+      work: how the time of the calls is estimated.
+      target: pattern for the whole target. Case does not count.
       config: pattern to find in the configuration; empty for any configuration.
       factors: numbers of the operands that a product multiplies.
     """
@@ -77,7 +77,7 @@ UNKNOWN = Family("unknown", "unknown", r".*")
 _COLLECTIVE_MATMUL = Family("collective matmul", "product", "")
 
 _CAUSAL = re.compile(r"mask_type\s*=\s*[2345]\b|mask_type[^,}]*causal", re.IGNORECASE)
-"""A causal mask in the attributes of a TransformerEngine attention: 2 to 5, with and without padding."""
+"""Matches a causal mask in the attributes of a TransformerEngine attention. Mask types 2 to 5 are causal."""
 
 
 def family_of(call: Instruction) -> Family:
@@ -90,7 +90,7 @@ def family_of(call: Instruction) -> Family:
 
 @lru_cache(maxsize=1024)
 def _families(target: str) -> tuple[Family, ...]:
-    """Rows whose target pattern matches, in order, then UNKNOWN. Ignores the configuration."""
+    """The rows whose target pattern matches, in order, then UNKNOWN. The configuration is not checked."""
     return *(f for f in FAMILIES if re.fullmatch(f.target, target, re.IGNORECASE)), UNKNOWN
 
 
@@ -99,7 +99,7 @@ def _config(call: Instruction) -> str:
 
 
 def calls_of(instruction: Instruction) -> list[Instruction]:
-    """The custom calls that an instruction runs: itself, or those in a fusion or an async pair."""
+    """The custom calls that an instruction runs: the instruction itself, or the calls in a fusion or an async pair."""
     if instruction.opcode == "custom-call":
         return [instruction]
     if instruction.opcode not in ("fusion", "async-start"):
@@ -110,7 +110,7 @@ def calls_of(instruction: Instruction) -> list[Instruction]:
 def product_flops(call: Instruction) -> float:
     """Operations of a product in any layout, 2 M N K, from the element counts M K, K N and M N of its arrays.
 
-    0 if the call has too few operands.
+    The result is 0 if the call has too few operands.
     """
     factors = family_of(call).factors
     if len(call.operands) <= max(factors):
@@ -120,7 +120,7 @@ def product_flops(call: Instruction) -> float:
 
 
 def convolution_flops(call: Instruction) -> float:
-    """Operations of a convolution. Its derivatives with respect to input and kernel take as many."""
+    """Operations of a convolution. The derivatives with respect to input and kernel take the same number."""
     target, operands = call.proto.custom_call_target, [o.shape for o in call.operands]
     output, kernel = _first(call.shape), operands[1]
     if "BackwardInput" in target:
@@ -132,10 +132,11 @@ def convolution_flops(call: Instruction) -> float:
 
 
 def attention_flops(call: Instruction, backward: bool) -> float:
-    """Operations of an attention without XLA's configuration: two products forward, five backward.
+    """Operations of an attention call that has no configuration from XLA: two products forward, five backward.
 
     Queries, keys and values have TransformerEngine's shape [batch, sequence, heads, head size]. Keys and values, or all
-    three, may be one array with a dimension of 2 or 3 after the sequence. 0 if no operand has four dimensions.
+    three, may be one array with a dimension of 2 or 3 after the sequence. The result is 0 if no operand has at least
+    four dimensions.
     """
     arrays = [o.shape for o in call.operands if len(o.shape.dimensions) >= 4]
     if not arrays:

@@ -8,8 +8,8 @@ Two fusions with the same form run the same kernel on different sizes. Example: 
 The computation is converted to a graph and written from its results back to its loads from memory:
 
 1. Drop what costs nothing: dimensions of size 1, bitcasts between them, values of constants, indices of slices. Put
-   dimensions in memory order, so that only a transposition in memory counts as one. Merge repeated expressions, and
-   read nested fusions as part of the whole.
+   dimensions in memory order, so that only a transposition in memory counts as a transposition. Merge repeated
+   expressions, and read nested fusions as part of the whole.
 2. Count a sliced parameter as the slice, and a buffer updated in place as the update. So a layer's operator has the
    same form and sizes for any number of stacked layers.
 3. Give one letter to dimensions that must be equal, such as those of an addition's operands and result. So there are
@@ -30,9 +30,9 @@ from dhelix.passes.hlo import Computation, Instruction, shapes
 
 _SLICES = ("dynamic-slice", "slice")
 _COMMUTATIVE = frozenset("add multiply maximum minimum and or xor".split())
-# Result dimensions are not the operands' dimensions at the same position.
+# Opcodes whose result dimensions are not the operands' dimensions at the same position.
 _MIXING = frozenset("dot scaled-dot ragged-dot gather scatter convolution custom-call reduce-window fft".split())
-# Same dimensions, but an element does not come from the same position.
+# Opcodes that keep dimensions, but move elements to other positions.
 _MOVING = frozenset("strided reverse sort".split())
 # Opcodes that describe a fusion best, most telling first.
 _TELLING = "scatter sort dot convolution custom-call reduce reduce-window transpose concatenate gather pad".split()
@@ -50,8 +50,8 @@ class Node:
       dims: sizes other than 1, from the slowest dimension in memory to the fastest.
       operands: numbers of the operand nodes.
       links: (own dimension, operand position, operand dimension) for dimensions that the operation makes equal.
-      products: (0, own dimension) or (1, operand dimension) that a bitcast splits or joins; its size follows from
-        others.
+      products: dimensions that a bitcast splits or joins, as (0, own dimension) or (1, operand dimension). Their sizes
+        follow from other dimensions.
     """
 
     opcode: str
@@ -98,7 +98,10 @@ def form_of(instruction: Instruction) -> Form:
 
 
 def in_memory(shape: Any) -> tuple[tuple[int, ...], dict[int, int]]:
-    """`Node.dims` of a shape (of a tuple's first element), and a map from kept dimensions to positions in them."""
+    """The `Node.dims` of a shape, and a map from each dimension that they keep to its place.
+
+    Of a tuple, the first element counts.
+    """
     shape = first(shape)
     if not shape.dimensions:
         return (), {}
@@ -113,7 +116,7 @@ def first(shape: Any) -> Any:
 
 
 class _Graph:
-    """Collects the nodes of a computation, equal ones once."""
+    """Collects the nodes of a computation. Equal nodes are collected once."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -322,7 +325,7 @@ def _operands(node: Node, skipped: dict[int, int], ranks: Sequence[bytes]) -> li
 def _reachable(
     nodes: list[Node], roots: Sequence[int], skipped: dict[int, int], ranks: Sequence[bytes] = ()
 ) -> list[int]:
-    """Nodes that the roots need, operands first. With `ranks`, only their structure decides the order."""
+    """Nodes that the roots need, operands first. With `ranks`, only the nodes' structure decides the order."""
     done: dict[int, None] = {}
     stack = list(reversed(roots))
     while stack:

@@ -1,4 +1,4 @@
-"""Results of simulating a schedule: when each instruction runs, and which compute hides each collective."""
+"""Results of a simulated schedule: when each instruction runs, and which compute hides each collective."""
 
 from dataclasses import dataclass
 
@@ -19,13 +19,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Totals over all executions of one collective, with loop iterations counted.
+    """Totals over all executions of one collective, also in all loop iterations.
 
     Attributes:
-      alone: seconds it would take if nothing overlapped with it. It takes `hidden + exposed` seconds.
-      hidden: seconds in which compute runs, too.
-      exposed: seconds in which compute waits.
-      under: compute instructions that overlap with it, and their seconds, longest first.
+      alone: seconds that the collective would take if nothing overlapped with it. In the simulation, it takes `hidden +
+        exposed` seconds.
+      hidden: seconds in which the collective and compute run.
+      exposed: seconds in which the collective runs and compute waits.
+      under: compute instructions that overlap with the collective, with the seconds of overlap, longest first.
     """
 
     instruction: str
@@ -39,14 +40,14 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Result of simulating a sequence from idle lanes. All times are in seconds, with loop iterations counted.
+    """Result of the simulation of a sequence from idle lanes. All times are in seconds and count all loop iterations.
 
     Attributes:
       seconds: from the start of the first instruction to the end of the last: `compute + exposed + idle`.
-      compute: the compute lane is busy. `compute_alone` leaves out the slow-down by collectives.
-      hidden: communication (on any lane) and compute run.
-      exposed: communication runs and compute waits.
-      idle: nothing runs, in pauses between kernels.
+      compute: seconds in which the compute lane is busy. `compute_alone` leaves out the slow-down by collectives.
+      hidden: seconds in which communication (on any lane) and compute run.
+      exposed: seconds in which communication runs and compute waits.
+      idle: seconds in which nothing runs: the pauses between kernels.
     """
 
     seconds: float

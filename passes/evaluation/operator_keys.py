@@ -1,4 +1,4 @@
-"""Maps an instruction of a scheduled GPU program to its profile key, which holds exactly what decides its time.
+"""Maps an instruction of a scheduled GPU program to its profile key: the facts that decide the instruction's time.
 
     custom-call (__cublas$lt$matmul)       gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     custom-call (__cudnn$fmhaSoftmax)      attention bf16:causal:bsnh:cudnn 1x8x2x8192x8192x128
@@ -7,9 +7,10 @@
     all-gather-start                       all-gather 67108864B 4x1 groups=1 nccl
 
 A key depends on types, layouts, epilogues and the library. It does not depend on names, ids, metadata and the algorithm
-that autotuning chose. If XLA fuses a library call with the slices that it reads and writes, the key is the call's,
-because the slices are only pointer offsets. The key of another fusion names its form (`fusion_form`), so it does not
-change with the number of layers. A free instruction or control flow has no key.
+that autotuning chose. If XLA fuses a library call with the slices that the call reads and writes, the fusion has the
+key of the call, because the slices are only pointer offsets. The key of another fusion names the fusion's form
+(`fusion_form`). So the key does not change with the number of layers. Control flow and instructions that take no time
+have no key.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ _KINDS = {
     "attention": "attention",
     "attention backward": "attention-backward",
 }
-"""Kind of key by the work of a custom call's family. All others have the kind "other"."""
+"""The kind of a custom call's key, by the work of the call's family. Other custom calls have the kind "other"."""
 _LIBRARIES = {"__cublas$gemm": "cublas", "__cublas$lt$matmul": "cublaslt", "__cublas$lt$groupedMatmul": "cublaslt"}
 
 
@@ -57,8 +58,8 @@ class OperatorKeys(dict[Instruction, Key | None]):
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
     """The profile key of `instruction`.
 
-    None if the instruction takes no time of its own, is a kernel that waits for its peers and cannot be measured alone,
-    or moves data outside collectives (`transfers`).
+    None if the instruction takes no time of its own, or moves data outside collectives (`transfers`). Also None if it
+    is a kernel that waits for its peers, because such a kernel cannot be measured alone.
 
     Args:
       gpus_per_node: number of devices per node; devices 0 .. n-1 are node 0, and so on.
@@ -80,7 +81,7 @@ def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str
 
 
 def collective_key(collective: Collective, gpus_per_node: int, implementation: str) -> CollectiveKey:
-    """The profile key of a collective. Without groups, it counts as one over all GPUs of a node."""
+    """The profile key of a collective. Without groups, it counts as a collective over all GPUs of one node."""
     groups = collective.groups
     if collective.kind == "collective-permute":
         groups = _connected(groups)
@@ -92,7 +93,7 @@ def collective_key(collective: Collective, gpus_per_node: int, implementation: s
 
 
 def _is_triton(collective: Instruction) -> bool:
-    """Whether XLA runs a collective as its own Triton kernel, as for small all-reduces."""
+    """Whether XLA runs a collective as a Triton kernel instead of NCCL's. XLA does this for small all-reduces."""
     inside = collective.called[0].root if collective.opcode == "async-start" else collective
     return "triton" in backend_config(inside).get("fusion_backend_config", {}).get("kind", "")
 
@@ -197,9 +198,9 @@ class _DotNumbers(NamedTuple):
 def _product(product: Instruction, numbers: Any, library: str) -> _Identity:
     """Identity of a product: `types:layout:library`, and sizes M, N, K, batch.
 
-    The layout has a letter per operand: `n` if it is row-major (M x K, K x N), `t` if it is transposed in memory; `b`
-    before them if the product is batched. If the result is transposed in memory, the product is named as that of the
-    transposed operands in reverse order.
+    The layout has a letter for each operand: `n` if the operand is row-major (M x K, K x N), `t` if it is transposed in
+    memory. A `b` precedes the letters of a batched product. If the result is transposed in memory, the identity is that
+    of the product of the transposed operands in reverse order.
     """
     lhs, rhs, out = product.operands[0].shape, product.operands[1].shape, first(product.shape)
     left = _letters(lhs, numbers.lhs_batch_dimensions, numbers.lhs_contracting_dimensions, "m")
@@ -231,12 +232,12 @@ def _size(shape: Any, letters: str, letter: str) -> int:
 
 
 def _in_memory(shape: Any, letters: str) -> str:
-    """Letters from the slowest to the fastest dimension. Merges equal neighbours and drops dimensions of size 1."""
+    """Letters from the slowest to the fastest dimension. Equal neighbours are merged, dimensions of size 1 dropped."""
     return "".join(letter for letter, _ in groupby(letters[d] for d in in_memory(shape)[1]))
 
 
 def _transposed(order: str, transposed: str) -> str:
-    """`t` or `n`; empty if the order is no matrix behind leading batch dimensions."""
+    """`t` if the matrix is transposed, else `n`; empty if `order` is not a matrix after leading batch dimensions."""
     matrix = order.removeprefix("b")
     return "" if "b" in matrix or len(matrix) > 2 else "t" if matrix == transposed else "n"
 
@@ -248,7 +249,7 @@ def _plain(order: str) -> bool:
 def _grouped_gemm(call: Instruction, config: dict[str, Any]) -> _Identity:
     """Identity of a grouped product: M, N, K of all groups together, and the number of groups.
 
-    `ragged-k`: the groups divide the contracted rows. `ragged-m`: they divide the rows of the result.
+    With `ragged-k`, the groups divide the contracted rows. With `ragged-m`, they divide the rows of the result.
     """
     lhs, rhs, out = call.operands[0].shape, call.operands[1].shape, first(call.shape)
     numbers = _DotNumbers.of(config["dot_dimension_numbers"])
@@ -264,7 +265,10 @@ def _grouped_gemm(call: Instruction, config: dict[str, Any]) -> _Identity:
 
 
 def _attention(call: Instruction, config: dict[str, Any]) -> _Identity:
-    """Identity: `type:mask:layout[:options]:cudnn`; sizes batch, heads, key heads, queries, keys, head size, window."""
+    """Identity of an attention call: `type:mask:layout[:options]:cudnn`, and sizes.
+
+    The sizes are batch, heads, key heads, queries, keys, head size and, if there is one, window.
+    """
     target = call.proto.custom_call_target
     query, key = call.operands[0].shape, call.operands[1].shape
     batch, heads, queries, keys = (int(d) for d in config["intermediate_tensor_shape"]["dimensions"])
@@ -296,7 +300,10 @@ def _attention_layout(key: Any, config: dict[str, Any]) -> str:
 
 
 def _copy(copy: Instruction) -> _Identity:
-    """Identity: bytes for contiguous copies; else how dimensions permute, with those that stay together merged."""
+    """Identity of a copy: its bytes if it is contiguous, else how it permutes dimensions.
+
+    Dimensions that stay together count as one.
+    """
     source, result = copy.operands[0].shape, first(copy.shape)
     host = ["host"] if copy.opcode == "copy-start" else []
     dims, here = in_memory(source)

@@ -1,9 +1,10 @@
 """Counts the floating-point operations and device-memory bytes of one HLO instruction from its shapes.
 
 A GPU program consists of matrix products (cuBLAS and cuDNN custom calls, Triton fusions), attention custom calls, and
-everything else, which counts as memory traffic. Custom calls count by their family (`custom_calls`). A slice of a
-buffer counts as the slice, an update in place as the update, and the workspace of a library call as nothing. Both
-`roofline_costs` and the keys of profiles (`operator_keys`) use these counts.
+other instructions. The other instructions count as memory traffic. Custom calls count by their family (`custom_calls`).
+Of a buffer that is only sliced, only the slice counts. Of a buffer that is updated in place, only the update counts.
+The workspace of a library call does not count. Both `roofline_costs` and the keys of profiles (`operator_keys`) use
+these counts.
 """
 
 import math
@@ -24,7 +25,7 @@ class Work:
 
     Attributes:
       bytes: bytes read and written.
-      unit: what bounds the time: matrix products or attention besides memory, or memory alone.
+      unit: what bounds the time: `product` and `attention` by operations or memory, `memory` by memory alone.
       bits: width of the elements of a product's inputs.
     """
 
@@ -46,7 +47,7 @@ def work_of(instruction: Instruction) -> Work:
 
 
 def touched_bytes(instruction: Instruction) -> int:
-    """Bytes of the result and of each distinct operand. A slice or an update in place counts only the slice, twice."""
+    """Bytes of the result and of each distinct operand. For a slice or an update: twice the slice."""
     if instruction.opcode in SLICES:
         return 2 * shapes.byte_size(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
@@ -56,7 +57,7 @@ def touched_bytes(instruction: Instruction) -> int:
 
 
 def payload(fused: Computation) -> Instruction | None:
-    """The library call or matrix product that decides the cost of a fused computation; None if it has none."""
+    """The library call or matrix product that decides the cost of a fused computation; None if there is none."""
     for inside in fused.instructions:
         if inside.opcode in ("custom-call", "dot"):
             return inside
@@ -66,7 +67,7 @@ def payload(fused: Computation) -> Instruction | None:
 
 
 def _fusion_work(fused: Computation) -> Work:
-    """Work of the product inside (a Triton GEMM, or a library call on slices), else the memory traffic."""
+    """Work of the product or library call in a fusion (a Triton GEMM, or a call on slices), else the memory traffic."""
     inside = payload(fused)
     if inside is None:
         return Work(0.0, fusion_bytes(fused))
@@ -74,7 +75,7 @@ def _fusion_work(fused: Computation) -> Work:
 
 
 def fusion_bytes(fused: Computation) -> int:
-    """Bytes that a fused kernel reads and writes. A slice of a parameter or of the result counts as the slice."""
+    """Bytes that a fused kernel reads and writes. Of a sliced parameter or result, only the slice counts."""
     users = fused.users()
     moved = sum(read_bytes(p, users) for p in fused.instructions if p.opcode == "parameter")
     outputs = fused.root.operands if fused.root.opcode == "tuple" else [fused.root]
@@ -82,7 +83,7 @@ def fusion_bytes(fused: Computation) -> int:
 
 
 def read_bytes(value: Instruction, users: dict[Instruction, list[Instruction]]) -> int:
-    """Bytes read of `value`: only the slices if it is only sliced, none if it is updated in place."""
+    """Bytes that are read of `value`: only the slices if it is only sliced, none if it is updated in place."""
     whole = shapes.byte_size(value.shape)
     total = 0
     for user in users[value]:
@@ -118,7 +119,7 @@ def _dot_work(dot: Instruction, moved: int) -> Work:
 
 def _custom_call_work(call: Instruction) -> Work:
     target, config = call.proto.custom_call_target, backend_config(call)
-    result = call.shape.tuple_shapes[0] if shapes.is_tuple(call.shape) else call.shape  # a workspace is last
+    result = call.shape.tuple_shapes[0] if shapes.is_tuple(call.shape) else call.shape  # the last one is a workspace
     operands = [shapes.byte_size(o.shape) for o in call.operands]
     if gemm := config.get("grouped_gemm_backend_config", config).get("gemm_backend_config"):
         lhs = call.operands[0].shape
@@ -137,7 +138,7 @@ def _custom_call_work(call: Instruction) -> Work:
 
 
 def _family_work(call: Instruction) -> Work:
-    """Work by the family of the target, from shapes alone, because no configuration says more."""
+    """Work of a call by the family of its target. Only shapes are used, because no configuration says more."""
     work, moved = family_of(call).work, touched_bytes(call)
     if work == "product":
         return Work(product_flops(call), moved, "product", _bits(call.operands[0].shape))
@@ -151,8 +152,8 @@ def _family_work(call: Instruction) -> Work:
 def _collective_matmul_work(call: Instruction, result: Any) -> Work:
     """Work of the product in a kernel that multiplies while it communicates.
 
-    Counts the rows before a reduce-scatter or after an all-gather. Ignores the communication, and the kernel's other
-    results, which hold parts of its peers.
+    The number of rows is the number before a reduce-scatter or after an all-gather. The communication does not count.
+    The kernel's other results hold parts from its peers, and do not count either.
     """
     matrices = [o.shape for o in call.operands if len(o.shape.dimensions) == 2]
     moved = sum(map(shapes.byte_size, matrices)) + shapes.byte_size(result)
@@ -164,7 +165,10 @@ def _collective_matmul_work(call: Instruction, result: Any) -> Work:
 
 
 def _attention_flops(result: Any, config: dict[str, Any], backward: bool) -> float:
-    """Counts two products forward, five backward (with the scores again). A causal mask halves them."""
+    """Operations of attention: two products forward, five backward. A causal mask halves the number.
+
+    The backward pass computes the scores again.
+    """
     batch, heads, queries, keys = (int(d) for d in config["intermediate_tensor_shape"]["dimensions"])
     head_size = shapes.element_count(result) // (batch * heads * queries)
     products = 5 if backward else 2

@@ -1,9 +1,9 @@
-"""Roofline cost and lane of one HLO instruction, for everything that has no measured time.
+"""The roofline cost and the lane of an HLO instruction. The cost is used if there is no measured time.
 
-It is made for scheduled GPU programs. There, GEMMs and attention are custom calls or Triton fusions, elementwise work
-is fused, and collectives are async pairs whose whole cost is at the start. Lowered programs get coarser costs: an
-instruction that XLA will fuse counts by the bytes that it writes, or as nothing. `costs` replaces these costs by
-measured times.
+These costs are made for scheduled GPU programs. In such programs, GEMMs and attention are custom calls or Triton
+fusions, elementwise work is fused, and collectives are async pairs. The start of a pair has its whole cost. Lowered
+programs get coarser costs: an instruction that XLA will fuse counts by the bytes that it writes, or not at all. `costs`
+replaces these costs by measured times.
 """
 
 import enum
@@ -48,7 +48,7 @@ class Cost:
       launch: seconds for which compute waits before a collective begins.
       communication: seconds of communication within `seconds`. For a collective matmul kernel, the seconds that its
         collective takes alone.
-      between_nodes: whether the network between nodes carries it.
+      between_nodes: whether the communication uses the network between nodes.
     """
 
     seconds: float
@@ -73,7 +73,7 @@ def instruction_cost(
     """The roofline's cost of `instruction`.
 
     Args:
-      inner: gives the costs of instructions in called computations; by default the roofline's.
+      inner: gives the costs of instructions in called computations; by default, these are the roofline's.
     """
     inner = inner or (lambda i: instruction_cost(i, hardware))
     opcode = instruction.opcode
@@ -89,7 +89,7 @@ def instruction_cost(
     if transfer is not None:
         return _transfer_cost(transfer, hardware)
     if opcode in SENDS:
-        return FREE  # counted at the recv of the same channel
+        return FREE  # the message counts at the recv of the same channel
     if opcode == "async-start":
         return _inside_cost(instruction.called[0], inner)
     if instruction.computation.module.is_scheduled or opcode in ("fusion", "dot", "custom-call"):
@@ -120,7 +120,7 @@ def _transfer_cost(transfer: Transfer, hardware: Hardware) -> Cost:
 
 
 def _inside_cost(called: Computation, inner: Callable[[Instruction], Cost]) -> Cost:
-    """Cost of the kernels that an async pair runs one after the other; usually it is one."""
+    """Cost of the kernels that an async pair runs one after the other. Usually, there is only one."""
     costs = [cost for cost in map(inner, called.instructions) if cost.seconds > 0.0]
     return costs[0] if len(costs) == 1 else _sum(costs)
 
@@ -135,15 +135,15 @@ def constant_rates(hardware: Hardware, cost: Cost) -> tuple[float, float]:
 
 
 def made_synchronous(start: Instruction) -> bool:
-    """Whether XLA decided that nothing overlaps with a pair, wherever its done is.
+    """Whether XLA decided to run a pair synchronously. Then nothing overlaps with it, wherever its done is.
 
-    XLA versions until 2024 marked such a pair; newer ones replace it by its synchronous form.
+    XLA versions until 2024 marked such a pair. Newer versions replace it by its synchronous form.
     """
     return bool((backend_config(start).get("collective_backend_config") or {}).get("is_sync"))
 
 
 def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
-    """Cost of a loop's body times its trip count (1 if unknown), of a callee, or of the longest branch."""
+    """Cost of all iterations of a loop (one if their number is unknown), of a callee, or of the longest branch."""
     count = counted_trips(instruction)
     called = (_sum([inner(i) for i in c.instructions]) for c in entered(instruction))
     longest = max(called, key=lambda c: c.seconds, default=FREE)

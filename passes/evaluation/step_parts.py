@@ -3,7 +3,7 @@
     parts = step_parts(module, CostModel.find("H200").costs())
     parts.seconds, parts.exposed    # seconds of the step, and of its exposed communication
 
-The parts come from simulating the schedule (`timeline.py`). They let a reader compare two steps part by part.
+The parts come from a simulation of the schedule (`timeline.py`). They let a reader compare two steps part by part.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
 
     Args:
       memory: peak memory in bytes, arguments included; 0 if unknown.
-      played: the module's timeline, if the caller has one already (`simulate_module`).
+      played: the module's timeline, if the caller already has it (`simulate_module`).
     """
     played = simulate_module(module, costs.hardware, costs) if played is None else played
     full = costs.at_clock(1.0)
@@ -57,7 +57,7 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
 
 
 def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float], ...]:
-    """Exposed seconds by kind and size of collective: the largest few, in words, without negligible ones."""
+    """The largest exposed times, as (kind and size of the collective, seconds). Negligible times are left out."""
     found: dict[str, float] = {}
     instructions = {i.name: i for computation in module.schedule for i in computation.instructions}
     for one in played.collectives:
@@ -70,7 +70,7 @@ def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float],
 
 
 def loops_to_look_at(timeline: Timeline, start: float = 0.0, runs: int = 1) -> Iterator[tuple[float, Timeline, int]]:
-    """Finds the innermost loops with collectives that take most of the time: a step's layer loops.
+    """Finds a step's layer loops: of the innermost loops with collectives, those that take most of the time.
 
     Yields for each loop the start of a middle iteration in seconds, the iteration's timeline, and the number of
     iterations in the whole step.

@@ -1,8 +1,9 @@
-"""Predicts the time of a scheduled step if nothing overlaps: the sum of everything it runs, one after the other.
+"""Predicts the time of a scheduled step if nothing overlaps: the sum of the times of all its instructions.
 
-A step without the latency-hiding scheduler runs like this, so its time tests a profile without contention. For any
-other step, this time is the baseline that overlap improves on. Every instruction with a key counts its time alone, once
-per iteration of the loops around it, and a pause after it, which a profile holds as `gap_seconds`.
+A step without the latency-hiding scheduler runs like this, so its measured time tests the times in a profile without
+contention. For any other step, this time is the baseline that overlap improves on. Every instruction with a key counts
+with its stand-alone time, once per iteration of the loops around it. Each execution adds a pause, which a profile holds
+as `gap_seconds`.
 
     time = predict(module, Costs(H200, Estimator(profile, H200)), gap_seconds=1.5e-6)
     time.seconds                    # seconds of the step
@@ -107,7 +108,7 @@ class StepTime:
 
     @property
     def shares(self) -> dict[Source, float]:
-        """Fraction of `busy` by the source of its times; all 0 if nothing runs."""
+        """For each source of times, the fraction of `busy` that comes from it; all 0 if nothing runs."""
         totals = dict.fromkeys(Source, 0.0)
         for operator in self.operators:
             totals[operator.source] += operator.total
@@ -118,7 +119,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
     """Predicts the time of a scheduled module if nothing overlaps.
 
     Args:
-      costs: costs from a profile. With `Costs(hardware)` the prediction is the roofline's.
+      costs: costs from a profile. With `Costs(hardware)`, the prediction is the roofline's.
       gap_seconds: idle seconds after each operator (`profile.Section.gap_seconds`).
 
     Raises:
@@ -145,7 +146,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
 
 
 def executed(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int]]:
-    """Yields each instruction that a step runs and how often. Enters loops, calls and the longest branches."""
+    """Yields each instruction that a step runs, and how often. Of a conditional, only the longest branch counts."""
     for instruction, visit in instructions(module.entry, partial(_entered, costs)):
         if instruction.opcode not in CONTROL_FLOW:
             yield instruction, visit.count

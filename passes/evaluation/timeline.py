@@ -3,42 +3,44 @@
 This is the only evaluator of schedules. It takes costs and an order, and returns times; it makes no decisions.
 
 Compute runs in the order of the sequence, one instruction at a time. A collective begins when the compute before its
-start is done and its lane is free. A lane runs one collective at a time, in the order of their starts. A done makes
-compute wait. A loop's body is simulated once from idle lanes and repeated. While a collective from before the loop is
-in flight, the simulation enters each iteration instead.
+start is done and its lane is free. A lane runs one collective at a time, in the order of the starts. A done makes
+compute wait for its collective. A loop's body is simulated once from idle lanes, and the result is repeated. But while
+a collective from before the loop is in flight, the simulation enters each iteration.
 
 While a collective and compute overlap, each proceeds at its own rate, so durations depend on what overlaps with what.
-Without a profile, the rates are the hardware's (`Hardware.rates`). With a profile (`Costs.rates`), they are those of
-the measured pair. When the collective begins decides which pair that is:
+Without a profile, the rates are the hardware's (`Hardware.rates`). With a profile, they are the rates of a measured
+pair (`Costs.rates`). A profile has measurements for different launch orders. The time at which the collective begins
+decides which measurement counts:
 
     begins while the instruction runs (its lane becomes free then)     launched second
     begins with it                                                     launched first
     began before                                                       running: it holds its SMs
 
-The last two differ if kernels do not start in launch order. Under the setting `default`, a collective launched together
-with a cuBLAS GEMM starves: its kernel is queued and gets its SMs only in the GEMM's tail. It keeps them, so next to the
-following GEMM it runs at the rates that `connections1` measures with the collective first. Example: a gather of 300 us
-and two GEMMs of 200 us. The rates of compute and collective are 1 and 0.01 for x, 0.75 and 0.9 for y:
+The last two cases differ if kernels do not start in launch order. Under the setting `default`, a collective launched
+together with a cuBLAS GEMM starves: its kernel is queued and gets its SMs only in the GEMM's tail. The collective keeps
+these SMs. So next to the following GEMM, it runs at the rates that are measured under `connections1` with the
+collective first. Example: a gather of 300 us, and two GEMMs x and y of 200 us each. The rates of compute and collective
+are 1 and 0.01 during x, and 0.75 and 0.9 during y:
 
     gather   ............########################    526 us
     x        ############                            200 us: gather does 2 us
     y                    ################            267 us: gather does 240 us, and the other 58 alone
 
-With one connection (`InStep.in_order`), kernels of all streams start in launch order. So a kernel launched after a
-collective that waits for its lane waits, too. Example: two gathers of 300 us, both started before the GEMMs:
+With one connection (`InStep.in_order`), kernels of all streams start in launch order. If a collective waits for its
+lane, kernels launched after it wait, too. Example: two gathers of 300 us, both started before the GEMMs:
 
     gathers  1111111111111111 2222222222222222
     x                         ############           not before the second gather has begun
 
 Costs for steps add more effects (`costs.InStep`). Compute pauses before each kernel, and when copy engines get a
 collective; in a pause, collectives run alone. A collective takes longer, because it waits for the last of its GPUs. A
-dense step lowers the clock. That depends on the whole step (`settled`), so only `simulate_module` includes it.
-Schedulers compare orders at the full clock, at which profiles are measured.
+dense step lowers the clock. The clock depends on the whole step (`settled`), so only `simulate_module` includes this
+effect. Schedulers compare orders at the full clock, at which profiles are measured.
 
 Collectives on different lanes do not slow each other, because their links differ. Compute next to several collectives
 proceeds at the lowest of its rates. Messages (send and recv) run like collectives. Transfers to and from the host have
 their own lane. Async compute (fusions on further streams) shares the SMs, so it counts as compute at its start. A
-collective without a pair, or one that XLA will make synchronous, is a start and a done at the same place.
+synchronous collective, or a pair that XLA will make synchronous, counts as a start and a done at the same place.
 """
 
 import math
@@ -65,12 +67,12 @@ def evaluate(
     hardware: Hardware | None = None,
     bodies: dict[Computation, Timeline] | None = None,
 ) -> Timeline:
-    """Simulates `order`, a sequence of one computation, from idle lanes until everything it started is done.
+    """Simulates `order`, a sequence of one computation, from idle lanes until everything that it starts is done.
 
     Args:
-      costs: costs of every instruction, also in called computations. `Costs(hardware)` computes them as needed, and
-        with a profile gives the rates of pairs, too.
-      hardware: gives the rates that `costs` does not; by default the hardware of `costs`.
+      costs: costs of every instruction, also in called computations. `Costs(hardware)` computes them as needed. With a
+        profile, it also gives the rates of pairs.
+      hardware: gives the rates that `costs` does not give; by default the hardware of `costs`.
       bodies: a cache of timelines of called computations, for reuse between calls with the same costs.
 
     Raises:
@@ -121,7 +123,7 @@ def settled(module: HloModule, costs: Costs) -> Costs:
 
 
 def guessed_overlap(timeline: Timeline, costs: Costs) -> float:
-    """Fraction of the overlap of collectives and compute that has no measured pair, so its rates are guessed."""
+    """Fraction of the overlap of collectives and compute whose rates are guessed, because no pair was measured."""
     beside = [(under, c.instruction, seconds) for c in timeline.collectives for under, seconds in c.under]
     guessed = sum(seconds for under, collective, seconds in beside if costs.rates_are_guessed(under, collective))
     return guessed / (sum(seconds for *_, seconds in beside) or 1.0)
@@ -142,10 +144,10 @@ class Flight:
     """A collective in flight.
 
     Attributes:
-      left: seconds that it would still take alone.
-      tally: totals over all its executions.
-      begin: time at which its lane became free for it; infinite until then.
-      rate: speed at which it proceeds; 1 is undisturbed.
+      left: seconds that the collective would still take alone.
+      tally: totals over all executions of the collective.
+      begin: time at which the collective got its lane; infinite until then.
+      rate: speed at which the collective proceeds; 1 is undisturbed.
     """
 
     instruction: Instruction
@@ -163,8 +165,8 @@ Flights = tuple[tuple[Instruction, Lane, float, bool], ...]
 class Player:
     """Simulates a sequence instruction by instruction, and holds the state of the lanes. Arguments: see `evaluate`.
 
-    A scheduler may read `now` (seconds), `under_way` (collectives in flight, by their start) and `lanes` (their queues,
-    the running collective first).
+    A scheduler may read `now` (seconds), `under_way` (the collectives in flight, by their start) and `lanes` (the queue
+    of each lane, with the running collective first).
     """
 
     def __init__(
@@ -186,14 +188,18 @@ class Player:
         return tuple((f.instruction, f.lane, f.left, f.begin < self.now) for f in self.under_way.values())
 
     def resume(self, flights: Flights) -> None:
-        """Starts a new player with the flights of another player, but without that player's totals."""
+        """Gives a new player the flights of another player, but not the other player's totals."""
         for instruction, lane, left, running in flights:
             flight = Flight(instruction, lane, left, _Tally(lane), -math.inf if running else math.inf)
             self.lanes[lane].append(flight)
             self.under_way[instruction] = flight
 
     def play(self, instruction: Instruction) -> None:
-        """Simulates one instruction. Does not use the walk of `analysis/execution.py`, because it moves the clock."""
+        """Simulates one instruction.
+
+        Control flow is entered here and not by a walk of `analysis/execution.py`, because each instruction moves the
+        clock.
+        """
         opcode = instruction.opcode
         if opcode.endswith("-done"):
             self._wait(start_of(instruction))
@@ -241,12 +247,12 @@ class Player:
             self._wait(instruction)
 
     def _wait(self, start: Instruction) -> None:
-        """Makes compute wait until the collective begun at `start` is done."""
+        """Makes compute wait until the collective that `start` launched is done."""
         while start in self.under_way:
             self._stand()
 
     def _line_up(self) -> None:
-        """Makes compute wait until every collective launched before has its lane."""
+        """Makes compute wait until every collective that was already launched has its lane."""
         while len(self._queues[0]) > 1 or len(self._queues[1]) > 1:
             self._stand()
 
@@ -277,7 +283,7 @@ class Player:
         return self.bodies[computation]
 
     def _compute(self, instruction: Instruction, work: float, launched: float) -> None:
-        """Advances time until `work` seconds of `instruction` are done, launched at time `launched`."""
+        """Advances time until `work` seconds of `instruction` are done. `launched` is the time of its launch."""
         while work > 0.0:
             heads = self._heads()
             if not heads:
@@ -302,14 +308,14 @@ class Player:
         self.idle += left
 
     def _stand(self, seconds: float = math.inf) -> float:
-        """Advances time without compute until the next collective is done, at most `seconds`. Returns the seconds."""
+        """Advances time without compute until the next collective ends, at most `seconds`. Returns the time passed."""
         heads = self._heads()
         for head in heads:
             head.rate = 1.0
         return self._pass(heads, seconds, None)
 
     def _heads(self) -> list[Flight]:
-        """The collectives that run now, one per busy lane. Sets the begin of new ones."""
+        """The collectives that run now, one per busy lane. Sets `begin` of those that start now."""
         heads = [queue[0] for queue in self._queues if queue]
         for head in heads:
             if head.begin > self.now:
@@ -317,9 +323,9 @@ class Player:
         return heads
 
     def _pass(self, heads: list[Flight], seconds: float, beside: str | None) -> float:
-        """Advances time by `seconds`, or less if one of `heads` ends before. Returns the time passed.
+        """Advances time by `seconds`, or less if one of `heads` ends earlier. Returns the time passed.
 
-        `beside`: the compute instruction that overlaps; None if none does.
+        `beside` is the name of the compute instruction that overlaps; None if compute waits.
         """
         passed = seconds
         for head in heads:

@@ -5,9 +5,10 @@
     MoveToHost, MoveToDevice         custom calls that request a transfer, in programs that are not yet compiled
     send, recv of the host, infeed, outfeed
 
-Offloaded activations and optimizer states move in slices: a dynamic-slice from host memory, or an update in place of a
-buffer there, alone or fused. XLA runs them on copy engines, so their costs are on the host lane. A fusion that computes
-with values in host memory is a kernel that waits for these bytes (`host_bytes`).
+Offloaded activations and optimizer states move in slices: by a dynamic-slice from host memory, or by an update in place
+of a buffer in host memory, alone or fused. XLA runs transfers on copy engines, so their costs are on the host lane. A
+fusion that computes with values in host memory is no transfer. It is a kernel that waits for these values
+(`host_bytes`).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Transfer:
     """A message or a transfer between host and device.
 
     Attributes:
-      kind: `send`, `recv`, or `send/recv` if both ends of a channel are in one computation; TO_HOST or FROM_HOST.
+      kind: `send`, `recv`, or `send/recv` if both ends of a channel are in one computation; else TO_HOST or FROM_HOST.
       size: bytes that one device sends or receives.
       groups: (source, target) pairs of a message.
-      host: whether it uses the link to the host.
+      host: whether the data use the link to the host.
     """
 
     kind: str
@@ -53,7 +54,10 @@ class Transfer:
 
 
 def find_transfer(instruction: Instruction) -> Transfer | None:
-    """The transfer that begins at `instruction`, or None. A message with both ends here counts at its recv."""
+    """The transfer that begins at `instruction`, or None.
+
+    A message with both ends in one computation begins at its recv.
+    """
     opcode, proto = instruction.opcode, instruction.proto
     if opcode in SENDS:
         return _message(instruction)
@@ -72,7 +76,7 @@ def find_transfer(instruction: Instruction) -> Transfer | None:
 
 
 def begins_pair(instruction: Instruction) -> bool:
-    """Whether a message begins at this instruction. Its `-done` ends it."""
+    """Whether a message begins at this instruction. The `-done` of the instruction ends the message."""
     return instruction.opcode in SENDS
 
 
@@ -101,7 +105,7 @@ def host_bytes(instruction: Instruction) -> int:
 
 
 def transfer_key(instruction: Instruction) -> OperatorKey | None:
-    """A key that counts a transfer; no profile has it. None for other instructions."""
+    """The key of a transfer. No profile has such a key. None for other instructions."""
     found = find_transfer(instruction)
     if found is None:
         return None
@@ -144,7 +148,7 @@ def _written_to_host(instruction: Instruction) -> bool:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Whether copy engines can run it: it computes nothing except slice positions."""
+    """Whether copy engines can run `instruction`. They can if it computes nothing except slice positions."""
     if instruction.opcode != "fusion":
         return True
     inside = instruction.called[0].instructions

@@ -1,1 +1,1 @@
-"""Pairing plans: their data and JSON, making one from a schedule, and carrying one out."""
+"""Plans as data and as JSON files, a function that makes a plan from a schedule, and a pass that carries a plan out."""

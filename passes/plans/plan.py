@@ -14,9 +14,9 @@ the collectives that are launched together, and the operators that run with them
 decides the order.
 
 Operators have readable names, unique in their body, such as `beta all-gather 2`. A table maps each name to an operator
-of the program: its *operator key* and its occurrence, for example the second one (`plan_operators.py`). XLA's
-instruction names change with versions and with unrelated parts of the program; keys do not. A body's fingerprint is
-computed from the keys of its collectives, matrix products and attention. So a plan for 4 layers and 4 micro-batches
+of the program: to its *operator key*, and to its number among the operators with this key (`plan_operators.py`). XLA's
+instruction names change with versions and with unrelated parts of the program. Keys do not change. A body's fingerprint
+is computed from the keys of its collectives, matrix products and attention. So a plan for 4 layers and 4 micro-batches
 also fits 40 layers and 16 micro-batches.
 """
 
@@ -41,8 +41,8 @@ class PlanOperator:
     """An operator of a body.
 
     Attributes:
-      name: readable, such as `alpha attention backward`; unique in its body.
-      key: the operator key as text. Control flow has opcode and digest of its contents instead.
+      name: readable name, such as `alpha attention backward`; unique in its body.
+      key: the operator key as text. For control flow, its opcode and a digest of its contents.
       occurrence: number among the operators with this key, from 1.
     """
 
@@ -70,16 +70,16 @@ class PlanSegment:
 
 @dataclass(frozen=True)
 class PlanBody:
-    """One computation.
+    """The order of one computation.
 
     Attributes:
-      name: readable.
-      fingerprint: digest of its operators; identifies the computation in a program.
-      runs: how often a step runs it, in the program that the plan was made for.
+      name: readable name.
+      fingerprint: digest of the computation's operators. It identifies the computation in a program.
+      runs: how often a step runs the computation, in the program for which the plan was made.
       operators: the operators that the segments name, each once.
-      small: instructions of a few microseconds that are not operators, as (operator that they run before, or `FINALLY`
-        for the end; keys and occurrences). An instruction that is not ready there waits until it is, so it follows
-        operators that are moved.
+      small: instructions of a few microseconds that are not operators, in groups: the operator before which they run
+        (`FINALLY`: the end), and their keys and occurrences. An instruction that is not ready there runs as soon as it
+        is ready. So it follows operators that are moved.
     """
 
     name: str
@@ -111,10 +111,10 @@ class PlanTarget:
     """The machine that a plan was made for, and the launch setting that the process needs.
 
     Attributes:
-      hardware, link, setting: those of the profile that the plan was made with.
+      hardware, link, setting: hardware, link and launch setting of the profile with which the plan was made.
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`).
       environment, xla_flags: the environment variables and XLA flags of the setting.
-      gpus_per_node: 0: the usual number for this hardware.
+      gpus_per_node: number of GPUs in a node; 0 means the usual number for this hardware.
     """
 
     hardware: str = "H200"
@@ -127,7 +127,7 @@ class PlanTarget:
 
     @classmethod
     def of(cls, hardware: str, link: str, setting: str, gpus_per_node: int = 0) -> PlanTarget:
-        """A target with one of `profile.SETTINGS`."""
+        """A target with the launch setting `setting`, one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         environment = tuple(sorted(known.environment.items()))
         return cls(hardware, link, setting, known.implementation, environment, known.training_flags, gpus_per_node)
@@ -138,11 +138,11 @@ class CollectivesSection:
     """Which collectives are replaced or split.
 
     Attributes:
-      decomposed: collectives that another kind replaces (`exchange.INSTEAD`).
+      decomposed: collectives that are replaced by collectives of another kind (`exchange.INSTEAD`).
       row_parts: number of parts of each chain from an all-gather to a reduce-scatter, where one strand runs
-        (`passes/communication/row_partition.py`). 0: chains stay whole.
-      reduced: 1: gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`). 0: as in the
-        program.
+        (`passes/communication/row_partition.py`). With 0, chains stay whole.
+      reduced: 1 if gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`), 0 if they are
+        reduced as in the program.
     """
 
     decomposed: tuple[CollectiveKey, ...] = ()
@@ -158,7 +158,8 @@ class OrderSection:
       bodies: computations whose order was decided.
       skew: number of layers between the strands.
       max_in_flight: limit of collectives in flight per lane; 0: no limit.
-      memory_limit: limit in bytes per GPU, arguments included. 0: memory of XLA's order plus 3 % (`MEMORY_SLACK`).
+      memory_limit: limit in bytes per GPU, arguments included. 0 means the memory of XLA's order plus 3 %
+        (`MEMORY_SLACK`).
     """
 
     bodies: tuple[PlanBody, ...] = ()

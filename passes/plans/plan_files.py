@@ -34,8 +34,8 @@
     }
 
 To edit a plan, move names within a segment's `run` or from one `run` to another; each operator must appear once.
-`small` lists instructions of a few microseconds by the operator that they run before; do not edit it. Times are
-informational. Equal plans give equal text. Unknown fields are errors, so that typing errors are noticed.
+`small` lists instructions of a few microseconds, by the operator before which they run; do not edit it. Times are only
+for information. Equal plans give equal text. Unknown fields are errors, so that typing errors are noticed.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _segment_text(segment: PlanSegment) -> str:
 
 
 def _rounded(value: float) -> float | int:
-    """Rounds to six digits, which exceeds the precision of these numbers; whole numbers become integers."""
+    """Rounds to six digits, which is more than the precision of these numbers. Whole numbers become integers."""
     short = float(f"{value:.6g}") if math.isfinite(value) else value
     return int(short) if math.isfinite(short) and short == int(short) else short
 

@@ -1,12 +1,12 @@
-"""Makes a plan from any scheduled program, whoever decided its order: data for people and for `plan=`.
+"""Makes a plan from a scheduled program, whichever scheduler decided its order. `plan=` carries the plan out.
 
     schedule = dict(module.schedule)                  # XLA's
     StrandPairing(model=model).run(module, context)   # or another scheduler
     plan = make_plan(module, schedule, model, Plan("llama-8b, 8 layers", target))
 
-The plan's bodies are the computations with two strands and those whose order is not XLA's. Other computations keep
-XLA's order. Bodies with two strands come first, then those that take more of the step. The end of a collective is an
-operator of the plan only if it comes earlier than it must; a schedule ends collectives early to save memory.
+The bodies of the plan are the computations that have two strands or an order other than XLA's. Other computations keep
+XLA's order. The end of a collective is an operator of the plan only if it comes earlier than necessary. A schedule ends
+collectives early to save memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -49,8 +49,8 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Pla
     Args:
       module: a scheduled module.
       original: XLA's schedule of the same module.
-      model: costs, for predictions and to tell which instructions are operators.
-      like: a plan without an order; provides the target and the other sections.
+      model: costs for predictions. They also decide which instructions are operators.
+      like: a plan without an order. It provides the target and the other sections of the result.
     """
     costs = settled(module, model.costs())
     limits = Limits(costs.hardware, 0, Memory(module), {})
@@ -76,7 +76,8 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Pla
 def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
     """Merges bodies with equal fingerprints into the first one, with the sum of their runs.
 
-    A plan applies a body to all such computations: the layers of several ticks in a pipeline's loop, for example.
+    A plan applies a body to all computations with its fingerprint. The layers of several ticks in a pipeline's loop are
+    an example.
     """
     runs: dict[str, int] = {}
     for body in bodies:
@@ -104,14 +105,14 @@ def _early_ends(
     segments: Sequence[PlannedSegment],
     memory: Memory,
 ) -> set[Instruction]:
-    """Ends of collectives that come after fewer operators in `sequence` than they could."""
+    """The ends of collectives that come earlier in `sequence` than necessary, so after fewer operators."""
     heads = {o.head: "" for segment in segments for o in segment.operators}
     late = _heads_before(planned_sequence(computation, original, heads, memory), heads)
     return {end for end, count in _heads_before(sequence, heads).items() if count < late[end]}
 
 
 def _heads_before(sequence: Sequence[Instruction], heads: Collection[Instruction]) -> dict[Instruction, int]:
-    """How many of `heads` come before the end of each collective among them."""
+    """Maps the end of each collective in `heads` to the number of `heads` before this end."""
     found: dict[Instruction, int] = {}
     count = 0
     for instruction in sequence:

@@ -4,11 +4,12 @@ A plan outlives the program it was made from. XLA renames instructions in each v
 costs differ, and autotunes on each GPU which library computes a product. The computation itself stays the same, so an
 operator is identified by
 
-  - its key (`passes/evaluation/operator_keys.py`). For a product, the key keeps operand types, layout and sizes, and
-    drops library and epilogue. Control flow has no profile key: its opcode and a digest of the collectives, products
-    and attentions inside identify it. Kernels that wait for their peers are identified by site and form;
-  - its occurrence among the instructions of its computation with that key. They are sorted by the number of operators
-    that their data passes through, then by JAX's name, then by their order in the module. The schedule does not count.
+  - its key (`passes/evaluation/operator_keys.py`). The key of a product keeps operand types, layout and sizes; it drops
+    library, epilogue and result type. Control flow has no profile key: its opcode and a digest of the collectives,
+    products and attentions inside identify it. Kernels that wait for their peers are identified by site and form;
+  - its occurrence: its number among the instructions with that key in its computation. These instructions are sorted by
+    the number of operators through which their data passes, then by JAX's name, then by their order in the module. The
+    schedule does not count.
 
 A readable name has the strand, what the operator does, and a number if there are several: `beta all-gather 2`. The end
 of a collective, where compute waits for it, is named after its start: `beta end of all-gather 2`.
@@ -44,7 +45,7 @@ class PlanOperators:
 
     Attributes:
       identities: (key, occurrence from 1) of each instruction that takes time, and of each end of a collective.
-      instructions: instruction by identity.
+      instructions: the instruction with each identity.
     """
 
     def __init__(self, computation: Computation, keys: OperatorKeys) -> None:
@@ -64,9 +65,9 @@ class PlanOperators:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that identify the collectives, products and attentions, and control flow that holds some.
+        """16 hex digits that identify the collectives, products and attentions, and the control flow that holds them.
 
-        Neither their order nor other instructions change it.
+        The fingerprint depends neither on their order nor on other instructions.
         """
         counts = Counter(text for i, text in self._texts.items() if self._is_work(i) or self._holds_work(i))
         return blake2b(repr(sorted(counts.items())).encode(), digest_size=8).hexdigest()
@@ -96,19 +97,20 @@ class PlanOperators:
         return names
 
     def takes_time(self, instruction: Instruction) -> bool:
-        """Whether it has a key, or is control flow that runs something with a key."""
+        """Whether `instruction` has a key, or is control flow that runs an instruction with a key."""
         return instruction in self._texts
 
     def strand(self, instruction: Instruction) -> str:
-        """`alpha`, `beta`, or "" if neither its name nor its users say.
+        """The strand of `instruction`, `alpha` or `beta`; "" if neither its name nor its users have one.
 
-        An instruction that only moves memory belongs to the strand of its users if all are of one strand.
+        An instruction that is no collective, product or attention belongs to the strand of its users, if all users are
+        of one strand. Otherwise, its name decides.
         """
         users = set() if self._is_work(instruction) else self._strands_of_users[instruction]
         return next(iter(users)) if len(users) == 1 else _strand_in_name(instruction)
 
     def _in_order(self) -> list[Instruction]:
-        """The instructions with a key, by depth, JAX's name, and place in the module."""
+        """The instructions that take time, sorted by depth, then by JAX's name, then by place in the module."""
         depth: dict[Instruction, int] = {}
         for instruction in self.computation.instructions:
             above = max((depth[o] for o in instruction.operands), default=0)
@@ -132,7 +134,7 @@ class PlanOperators:
 
     @cached_property
     def _feeds_work(self) -> set[Instruction]:
-        """Instructions whose result a collective, a product or attention depends on."""
+        """Instructions on whose result a collective, a product or attention depends."""
         found: set[Instruction] = set()
         for instruction in reversed(self.computation.instructions):
             if instruction in found or self._is_work(instruction):
@@ -178,7 +180,7 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
 
 
 def _as_computed(key: Key) -> Key:
-    """A product's key without the choices of compiler and autotuner: library, epilogue, result type. Others stay."""
+    """A product's key without library, epilogue and result type, which compiler and autotuner choose. Others stay."""
     parts = _COMPUTED.get(key.kind)
     if parts is None or not isinstance(key, OperatorKey):
         return key
@@ -212,7 +214,10 @@ def _kind(key: Key | None) -> str:
 
 
 def _strand_in_name(instruction: Instruction) -> str:
-    """The strand in JAX's name of an instruction, or of the instructions that it fuses, results first; "" if none."""
+    """The strand in JAX's name of `instruction`; "" if there is none.
+
+    A fusion without a name takes the name of its last fused instruction that has one.
+    """
     return next((s for mark, s in _STRANDS.items() if mark in _op_name(instruction)), "")
 
 

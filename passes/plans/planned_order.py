@@ -1,25 +1,26 @@
-"""Planned order: gives a program the schedule of a plan that fits it.
+"""Planned order: gives a program the order that a plan holds, if the plan fits the program.
 
     plan    beta all-gather 1, alpha wgrad 1, beta gemm
     order   slice, all-gather-start, wgrad, dynamic-update-slice (of wgrad), all-gather-done, gemm
 
 Contract
     Consumes  scheduled computations with the fingerprint of a body of the plan (`PlanOperators.fingerprint`). A body
-              applies to every such computation. The first body must be present. Others may be missing: in a program
-              with more layers, some operators have other sizes.
-    Makes     the same instructions in another order. Operators follow the plan. Small instructions come before the
-              operator that the plan says, or as soon as they are ready. Other instructions come right before an
-              operator that needs them, so collectives end as late as possible. An instruction that no operator needs
-              comes as early as possible, so that its operands do not live longer than necessary.
-    Leaves    other computations in XLA's order. If the plan is refused, the whole module keeps XLA's order; with
-              `strict` the pass raises.
+              applies to every such computation. The program must have the first body. Other bodies may be missing: in a
+              program with more layers, some operators have other sizes.
+    Makes     the same instructions in another order. Operators follow the plan. Small instructions (`PlanBody.small`)
+              come before the operator that the plan says, or later, as soon as they are ready. Other instructions come
+              right before an operator that needs them, so collectives end as late as possible. An instruction that no
+              operator needs comes as early as possible, so that its operands do not live longer than necessary.
+    Leaves    other computations in XLA's order. If the plan is refused, the whole module keeps XLA's order. With
+              `strict`, the pass raises an error instead.
 
-Legal: data flow, control dependencies, the order of side effects and of accesses to shared buffers are kept
-(`order_rules.dependencies`). A plan that contradicts them or exceeds the memory limit is refused. At least one
-computation of each body must follow the plan exactly. In others, whose buffers may be shared differently, operators
-move forward where they must, and a note says so.
+Why it is legal: data flow, control dependencies, the order of side effects and the order of accesses to shared buffers
+are kept (`order_rules.dependencies`). A plan that contradicts them or exceeds the memory limit is refused. At least one
+computation of each body must follow the plan exactly. Other computations of the body may share buffers differently. In
+these, operators move forward where they must, and a note says so.
 
-Cost: linear in instructions. The pass searches nothing and reads no costs, so one plan always gives the same order.
+Cost: linear in the number of instructions. The pass searches nothing and reads no costs, so one plan always gives the
+same order.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -48,8 +49,8 @@ class PlannedOrder:
 
     Attributes:
       plan: the plan.
-      memory_limit: limit in bytes, arguments included; a plan that needs more is refused. None: the plan's own limit
-        or the memory of XLA's order with `memory_slack`, whichever is more.
+      memory_limit: limit in bytes, arguments included. A plan that needs more is refused. If None, the limit is the
+        plan's own limit or the memory of XLA's order with `memory_slack`, whichever is more.
       memory_slack: extra memory allowed, as a fraction of what XLA's order needs in addition to the arguments.
     """
 
@@ -110,7 +111,10 @@ class PlannedOrder:
         return heads.values()
 
     def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
-        """Notes bodies and operators that the program lacks; raises under `strict`. `heads`: names found, by body."""
+        """Notes the bodies and operators that the program lacks. Raises PassRefusal under `strict`.
+
+        `heads` has the names of the operators that were found, by the body's fingerprint.
+        """
         bodies = [body.name for body in self.plan.bodies if body.fingerprint not in heads]
         operators = [
             name for b in self.plan.bodies for name in b.order if name not in heads.get(b.fingerprint, b.order)
@@ -134,7 +138,7 @@ class PlannedOrder:
 
 
 def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
-    """The computations of a scheduled module that match bodies of a plan. Raises PassRefusal if the first has none."""
+    """The computations that match bodies of a plan. Raises PassRefusal if the plan's first body matches none."""
     target = plan.target
     hardware = describe(target.hardware, target.link, target.gpus_per_node)
     keys = OperatorKeys(hardware.gpus_per_node, target.implementation)
@@ -159,7 +163,7 @@ def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]
     the number of layers and on the compiler.
 
     Raises:
-      PassRefusal: the program lacks another operator.
+      PassRefusal: the program lacks an operator that is neither a fusion nor a copy.
     """
     of_name = {o.name: o for o in body.operators}
     heads = {}
@@ -179,7 +183,7 @@ def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]
 
 
 def _small(body: PlanBody, operators: PlanOperators) -> dict[str, list[Instruction]]:
-    """The body's small instructions that the program has; another compiler may fuse them differently."""
+    """The body's small instructions that are in the program. Another compiler may have fused them differently."""
     found = {}
     for name, identities in body.small:
         instructions = (operators.instructions.get(identity) for identity in identities)
@@ -202,12 +206,12 @@ def planned_sequence(
       sequence: a legal order of all its instructions.
       heads: operators in the wanted order, with their names in the plan.
       memory: the module's buffers.
-      small: instructions to place before an operator, by its name, or later if they are not ready. Instructions that
-        are in no group come when they are needed.
-      exactly: False: an operator that must come before an earlier one moves forward instead of a refusal.
+      small: for an operator's name, instructions to place before this operator, or later if they are not ready then.
+        Instructions without such a place come when they are needed.
+      exactly: whether `heads` must be followed exactly. If not, an operator that must come earlier moves forward.
 
     Raises:
-      PassRefusal: an operator must come before one that precedes it in `heads`.
+      PassRefusal: with `exactly`, an operator must come before another operator that precedes it in `heads`.
     """
     before = predecessors(computation, sequence, memory)
     placed = {i for instructions in small.values() for i in instructions}
@@ -245,7 +249,7 @@ def _needs(
 def _trailing(
     sequence: Sequence[Instruction], before: dict[Instruction, list[Instruction]], heads: Iterable[Instruction]
 ) -> set[Instruction]:
-    """Instructions that no operator waits for, without ends of collectives."""
+    """Instructions for which no operator waits, except ends of collectives."""
     needed = set(heads)
     for instruction in reversed(sequence):
         if instruction in needed:
@@ -254,7 +258,7 @@ def _trailing(
 
 
 class _Layer:
-    """Places instructions, each after its predecessors. Trailing ones follow as soon as they are ready."""
+    """Places instructions, each after its predecessors. Instructions in `trailing` follow as soon as they are ready."""
 
     def __init__(self, before: dict[Instruction, list[Instruction]], trailing: set[Instruction]) -> None:
         self.before, self.trailing = before, trailing

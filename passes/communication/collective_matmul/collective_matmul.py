@@ -7,11 +7,11 @@ Before:                                      After, if a ring pays:
                                                  y, z: their parts, put together
 
 Contract
-    Consumes  a partitioned program with plain collectives, before they become asynchronous. On GPUs this is
-              PRE_SCHEDULER: after partitioner and simplifiers, before layouts and fusion. At LOWERED, on any backend,
-              only collectives of shard_map are there.
-    Makes     the program of the form that `forms` chooses for a match (`sites.py`), spliced in (`splicing.py`), unless
-              the form is the monolithic one.
+    Consumes  a partitioned program with plain collectives, before they become asynchronous. On GPUs, a program has this
+              form at the stage PRE_SCHEDULER: after partitioner and simplifiers, before layouts and fusion. At the
+              stage LOWERED, on any backend, a program has only the collectives of shard_map.
+    Makes     a program in place of each match (`sites.py`, `splicing.py`). The program has the form that `forms`
+              chooses, such as a ring. The monolithic form leaves a match as it is.
     Leaves    everything else, with one note for each reason. If nothing is replaced, the module is unchanged.
 
 Why it is legal: the replacement computes the same products of the same rows; sums over devices may round in another
@@ -23,7 +23,7 @@ run changes nothing, and matmuls that the user wrote with `dhelix.runtime.collec
 
 Cost: one lowering by JAX for each distinct pattern and form. MegaScale ("Scaling Large Language Model Training to More
 Than 10,000 GPUs") section 3.2 and DistFuse section 3 describe the forms; docs/design/collective_matmul.md says when
-they pay.
+each form is faster.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Forms(Protocol):
         ...
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:
-        """A module for one device, prepared by `splicing.prepare`; equal arguments may return the same object.
+        """The form's module for one device, prepared by `splicing.prepare`. Equal arguments may return the same object.
 
-        Its entry takes x and w of each product in turn; for a gather, x once and then each w. It returns a tuple with
-        the result of each weight, and the gathered x if `pattern.gathered`.
+        The module's entry takes x and w of each product in turn. For a gather, it takes x once and then each w. The
+        entry returns a tuple with the result of each weight, and with the gathered x if `pattern.gathered`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class CollectiveMatmul:
-    """Replaces collective and matmul by collective matmuls.
+    """Replaces collectives and their matrix products by collective matmuls.
 
     Attributes:
       forms: chooses and makes the form of each site (`dhelix.runtime.step.collective_matmuls.jax_forms`).
@@ -108,7 +108,10 @@ class CollectiveMatmul:
     def _program(
         self, placed: Placed, left: Counter[str], made: Counter[tuple[str, str]], strict: bool
     ) -> tuple[Form, HloModule] | None:
-        """The form that replaces a pattern's matches, with its program; None, with the reason counted, if they stay."""
+        """The form that replaces a match of `placed`, with its program; None if the match stays.
+
+        Counts a replacement in `made`, and the reason why a match stays in `left`.
+        """
         try:
             form = self.forms.choose(placed)
         except DhelixError as error:  # the requested form may not be available at every site
@@ -129,9 +132,10 @@ class CollectiveMatmul:
 
 
 def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computation, list[tuple[Match, Placed]]]]:
-    """Executed computations, each with the matches that can be replaced together. Counts in `left` why others cannot.
+    """Executed computations, each with the matches that can be replaced together.
 
-    The caller may change a computation before it asks for the next one.
+    Counts in `left` why other collectives stay. The caller may change a computation before it asks for the next
+    computation.
     """
     for computation in list(executed(module.entry)):
         found = list(find(computation))
@@ -142,13 +146,13 @@ def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computatio
 
 
 def executed(entry: Computation) -> Iterator[Computation]:
-    """The computations whose instructions run one by one, each once. Callees of composites are not included."""
+    """Yields each computation whose instructions run one by one, once. Callees of composites are not included."""
     for visit in visits(entry, once(lambda control: () if control.proto.is_composite else entered(control))):
         yield visit.computation
 
 
 def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
-    """The matches, gathers first, without those that share a product with an earlier match."""
+    """The matches, gathers first. A match that shares a product with an earlier match is left out."""
     taken: list[Match] = []
     used: set[Instruction] = set()
     for match in sorted(matches, key=lambda m: m.collective.opcode):  # "all-gather" sorts first
@@ -162,7 +166,7 @@ def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
 
 
 def _splice(match: Match, form: Form, program: HloModule, splicer: Splicer) -> dict[Instruction, Instruction]:
-    """Appends `program` on the operands of `match`. Returns the replacement of each replaced instruction."""
+    """Appends `program` with the operands of `match`. Returns a map from replaced instructions to replacements."""
     computation = match.collective.computation
     builder = Builder(computation)
     start = len(computation.instructions)
@@ -192,7 +196,7 @@ def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Ins
 
 
 def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
-    """x of a product in the type that is multiplied; for a gather, the gather's operand."""
+    """The array x of a product, in the type that is multiplied. For a gather, x is the gather's operand."""
     if match.collective.opcode == "all-gather":
         value = match.collective.operands[0]
     else:
@@ -203,7 +207,7 @@ def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
 
 
 def _is_partly_manual(module: HloModule) -> bool:
-    """Whether a shard_map leaves axes to the compiler: its local shapes are then larger than the devices' own."""
+    """Whether a shard_map leaves axes to the compiler. Arrays in it are then larger than one device's part of them."""
     attributes = module.proto.frontend_attributes.map
     axes = set(re.findall(r'"([^"]+)"=\d+', attributes.get("xla.sdy.meshes", "")))
     manual = (i.proto.frontend_attributes.map.get("xla.sdy.manual_axes") for i in graph.walk(module.entry))

@@ -1,10 +1,11 @@
-"""A possible collective matmul in a program: its computation (`Pattern`) and its instructions (`Match`).
+"""A possible collective matmul in a program: what it computes (`Pattern`), and its instructions (`Match`).
 
     x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
 
-A `Pattern` and a form together determine the replacement of a match. Equal matches share one pattern, so it is lowered
-once. Whether a replacement pays also depends on what could overlap with the collective. So one decision covers a
-pattern at one place (`Placed`). `sites.py` finds matches; this module checks which collectives and products qualify.
+A `Pattern` and a form together determine the replacement of a match. Matches that compute the same share one pattern,
+so their replacement is lowered once. Whether a replacement saves time also depends on what else could overlap with the
+collective. So matches where both strands run and other matches get separate decisions (`Placed`). `sites.py` finds
+matches; this module checks which collectives and products qualify.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ _DEFAULT_PRECISIONS = (b"", b"\n\x02\0\0")
 class Pattern:
     """A collective matmul as a program of its own, without the choice of a form.
 
-    Its operands are x [batch, m, K] and w [K, columns], its results [batch, m, columns]. On the gathered or scattered
-    side, m is the number of rows of one device; on the other side it is the number of rows of the whole group.
+    Its operands are x [batch, m, K] and w [K, columns]. Its results are [batch, m, columns]. Before a gather and after
+    a scatter, m is the number of rows of one device. Otherwise, m is the number of rows of the whole group.
 
     Attributes:
       site: the key for costs. Its contraction and columns are sums over the products.
       batch: leading dimension that the collective does not touch.
       contractions: K of each product; the results of several products are summed.
       columns: columns of each weight; several weights share the gathered x.
-      gathered: whether the gathered x is a result too, the last one.
+      gathered: whether the gathered x is an additional last result.
       transposed: whether all weights come as [columns, K].
-      axis: sizes (outside, axis, inside) of the row-major mesh of device ids.
+      axis: sizes (outside, axis, inside) of the row-major mesh of device ids. The collective runs along the second
+        axis.
     """
 
     site: Site
@@ -54,10 +56,11 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Placed:
-    """A pattern at a place; one decision covers all its matches.
+    """A pattern, and whether both strands run at its place. One decision covers all matches with the same `Placed`.
 
     Attributes:
-      co_executed: both strands run there (`co_executes`), so the other strand could hide the collectives.
+      co_executed: whether both strands run at the place (`co_executes`). The other strand could then hide the
+        collectives.
     """
 
     pattern: Pattern
@@ -65,7 +68,7 @@ class Placed:
 
     @property
     def key(self) -> str:
-        """The site's key, with ", co-executed" if both strands run there."""
+        """The site's key, followed by ", co-executed" if both strands run at the place."""
         return self.pattern.site.key + ", co-executed" * self.co_executed
 
 
@@ -74,8 +77,8 @@ class Product:
     """A dot of a match, with the rearrangements of its operands.
 
     Attributes:
-      result: the instruction that the pattern's result replaces: the dot, or, behind a gather, the conversion that
-        narrows the dot to the type of x.
+      result: the instruction that the pattern's result replaces. This is the dot, or, after a gather, the conversion
+        that narrows the dot to the type of x.
       x: 0 or 1, the operand number of x; the other operand is w.
       order_x: rearranges x to [batch, rows, K].
       order_w: rearranges w to [K, columns].
@@ -107,9 +110,9 @@ class Match:
     """A collective with its products.
 
     Attributes:
-      results: rearranges each result of the pattern to the program's array. For a gather: one for each product and, if
-        `pattern.gathered`, one for the gathered array. For other kinds: one in all.
-      kind: HLO number of the element type that is multiplied.
+      results: rearrangements of the pattern's results to the program's arrays. For a gather, there is one for each
+        product and, if `pattern.gathered`, one for the gathered array. For other kinds, there is only one.
+      kind: HLO's number of the element type that is multiplied.
     """
 
     collective: Instruction
@@ -141,7 +144,7 @@ class Unfit(Exception):
 
 
 def row_major_axis(groups: Groups) -> tuple[int, int, int] | None:
-    """Sizes (outside, axis, inside) of the row-major mesh in which `groups` are one axis; None if there is none."""
+    """Sizes (outside, axis, inside) of the row-major mesh in which `groups` are one axis; None if no mesh fits."""
     size, count = len(groups[0]), sum(map(len, groups))
     if size < 2 or any(len(group) != size for group in groups):
         return None
@@ -180,13 +183,16 @@ def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
 
 
 def is_marked(instruction: Instruction) -> bool:
-    """Whether it is part of a collective matmul already. A derivative's name is `.../transpose(jvp(MARK))/...`."""
+    """Whether `instruction` is already part of a collective matmul.
+
+    The name stack of a derivative contains `transpose(jvp(MARK))` instead of `MARK`.
+    """
     parts = instruction.op_name.split("/")
     return any(part.rstrip(")").rpartition("(")[2] == MARK and "jit(" not in part for part in parts)
 
 
 def only_moves(instruction: Instruction) -> bool:
-    """Whether it only moves the values of its one operand, or narrows them from float32."""
+    """Whether `instruction` only moves the values of its operand, or only narrows them from float32."""
     if instruction.control_predecessors or instruction.opcode not in ("reshape", "transpose", "copy", "convert"):
         return False
     if instruction.opcode != "convert":
@@ -196,7 +202,7 @@ def only_moves(instruction: Instruction) -> bool:
 
 
 def is_product(dot: Instruction) -> bool:
-    """Whether `dot` is a product of two matrices, of any number of dimensions, with default precision."""
+    """Whether `dot` is a matrix product with default precision. Operands may have any number of dimensions."""
     if dot.opcode != "dot" or dot.control_predecessors or is_marked(dot):
         return False
     kinds = {o.shape.element_type for o in dot.operands}
@@ -220,7 +226,7 @@ def batched(dot: Instruction, side: int) -> list[int]:
 
 
 def is_sum(collective: Instruction) -> bool:
-    """Whether a reduction adds."""
+    """Whether the reduction of `collective` is an addition."""
     root = collective.called[0].root
     return root.opcode == "add" and all(o.opcode == "parameter" for o in root.operands)
 

@@ -1,30 +1,32 @@
-"""Chooses between collective matmuls and hidden collectives in programs with two strands, by pattern and place.
+"""Chooses between collective matmuls and hidden collectives in programs with two strands.
 
     forward     | product             | product, attention    |          | KERNEL (gathers)       | product, attention
     backward    | all-gather          | product               |          |          | product     |
                   hidden: costs little, and slows the product            no all-gather, but nothing overlaps with it
 
-In a program with one strand, a collective matmul is chosen if it is faster on its own. With two strands, the other
-strand may hide the collective anyway, and nothing can overlap with the collective matmul, because its kernel occupies
-the whole GPU (`passes/ordering/exclusive_kernels.py`). So the predicted time of the whole step decides, with a new
-search for orders.
+In a program with one strand, a collective matmul is chosen if it is faster when nothing else runs. With two strands,
+the other strand may hide the collective anyway. Nothing can overlap with the collective matmul, because its kernel
+occupies the whole GPU (`passes/ordering/exclusive_kernels.py`). So the predicted time of the whole step decides, and
+each prediction makes a new order of the step.
 
     F(0)           one strand        KERNEL products  KERNEL products ...    nothing would hide the collectives
     B(i-1), F(i)   co-executed       products overlap with collectives       the other strand hides them
     B(M-1)         one strand        one or the other                        wgrad products may hide them
 
-A pattern that occurs at both places is decided for each place (`Placed`).
+There are two kinds of places: one strand runs there, or both. A pattern that occurs at both kinds gets a decision for
+each kind (`Placed`).
 
 1. `mark` (PRE_SCHEDULER) finds the sites for which a form would be chosen. It appends their numbers to the names of
    collectives and products, because names survive until the module is scheduled.
 2. `Trial` (POST_SCHEDULER, same program, all collectives in place) predicts the step's time with collective matmuls at
-   the sites of some patterns. The last product of such a site takes the form's time, as a kernel that overlaps with
-   nothing; its collective and other products take none. So no program is built for a choice, and copies that a form
-   makes are not counted.
-3. `choose` flips patterns one by one while the prediction improves. Patterns where one strand runs come first: from all
-   of them, with the order search, which hides collectives that a quick order leaves exposed. Patterns where two strands
-   run come next: from none and from all, with a quick order, because the search takes long there. The two places are
-   separate computations, so one does not change what is best in the other.
+   the sites of some patterns. At such a site, the last product counts as a kernel that takes the form's time and
+   overlaps with nothing. The collective and the other products take no time. So no program is built for a choice, and
+   copies that a form makes are not counted.
+3. `choose` flips patterns one by one while the prediction improves. Patterns at places with one strand come first.
+   Their descent starts with all of them replaced. It uses the order search, which hides collectives that a quick order
+   leaves exposed. Patterns at places with two strands come next. They have two descents: one starts with none replaced,
+   one with all. Both use a quick order, because the search takes long there. The two kinds of places are separate
+   computations, so a decision at one kind does not change what is best at the other.
 
 No program is changed, except for the names. Cost: at most MOST evaluations with a quick order, and MOST / 3 + 5 with
 the order search. The choice is deterministic.
@@ -54,12 +56,12 @@ from dhelix.passes.ordering.order_rules import MEMORY_SLACK, MemoryRefusal, Sche
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site
 
 MOST = 48
-"""Maximum of evaluations of a step with the quick order; long steps get fewer (`_PLAYED`)."""
-_PLAYED = 60_000  # maximum of simulated instructions over these evaluations
+"""Maximum number of evaluations of a step with the quick order. Long steps get fewer evaluations (`_PLAYED`)."""
+_PLAYED = 60_000  # maximum number of instructions that these evaluations simulate
 MARGIN = 0.005
-"""Fraction of the step's time that collective matmuls must save. If none is co-executed, it is scaled by the fraction
-of the sites' communication that is not co-executed. Exceeds the error of predicted ratios in measured programs."""
-_GAIN = 1e-4  # fraction of the step's time that one flip must save; scaled in the same way
+"""Fraction of the step's time that collective matmuls must save. If none of them is at a co-executed place, the
+fraction is multiplied by `Trial.alone`. The fraction exceeds the error of predicted ratios in measured programs."""
+_GAIN = 1e-4  # fraction of the step's time that one flip must save; where one strand runs, times `Trial.alone`
 _SITE = "dhelix_site_"
 _NUMBER = re.compile(rf"/{_SITE}(\d+)")
 
@@ -85,7 +87,7 @@ def mark(module: HloModule, forms: Forms) -> list[Candidate]:
         for match, placed in matches:
             try:
                 form = forms.choose(placed)
-            except DhelixError:  # the pass will leave it alone too
+            except DhelixError:  # the pass will leave this site alone too
                 continue
             if form == MONOLITHIC:
                 continue
@@ -108,11 +110,13 @@ class _Scheduled:
 
 
 class Trial:
-    """A scheduled program with all collectives in place, for predictions with collective matmuls at some sites.
+    """Predicts the time of a step with collective matmuls at some sites.
+
+    The module is a scheduled program with all collectives in place.
 
     Attributes:
-      placed: pattern and place of the sites found in the scheduled program, sorted.
-      most: maximum of evaluations with the quick order.
+      placed: pattern and place of each site that was found in the scheduled program, without duplicates, sorted.
+      most: maximum number of evaluations with the quick order.
       alone: fraction of the sites' communication that is not co-executed.
     """
 
@@ -139,7 +143,7 @@ class Trial:
         self.alone = self._share_alone()
 
     def _share_alone(self) -> float:
-        """Simulates the step once and returns `alone`. Later evaluations reuse the costs that this computes."""
+        """Simulates the step once and returns `alone`. Later evaluations reuse the costs of this simulation."""
         step = simulate_module(self._module, self._costs.hardware, self._costs)
         times = {one.instruction: one.alone for one in step.collectives}
         seconds = {True: 0.0, False: 0.0}
@@ -148,8 +152,10 @@ class Trial:
         return seconds[False] / (sum(seconds.values()) or 1.0)
 
     def seconds(self, taken: Collection[Placed], order: Scheduler) -> float:
-        """Predicted seconds of the step with collective matmuls at the sites of `taken`; infinite if no order fits into
-        memory."""
+        """Predicted seconds of the step with collective matmuls at the sites of `taken`.
+
+        The prediction is infinite if no order fits into memory.
+        """
         instead: dict[Instruction, Kernel] = {}
         for site, kernel in self._kernels.items():
             if site.candidate.placed in taken:
@@ -165,7 +171,7 @@ class Trial:
             self._module.schedule.update(self._original)
 
     def _remembered(self, order: Scheduler, instead: Collection[Instruction]) -> Scheduler:
-        """Caches `order` by computation and the kernels in it. Kernels in callees do not count."""
+        """`order` with a cache. The key of a result is the computation, with the collective matmuls in it."""
 
         def remembered(computation: Computation, *arguments: Any) -> list[Instruction]:
             asked = order, computation, frozenset(i for i in instead if i.computation is computation)
@@ -177,7 +183,7 @@ class Trial:
 
 
 def _scheduled(module: HloModule, candidates: Sequence[Candidate]) -> Iterator[_Scheduled]:
-    """The sites in a scheduled module, without sites that cannot be identified, such as combined collectives."""
+    """The sites in a scheduled module. Sites that cannot be identified are left out, such as combined collectives."""
     collectives: dict[int, list[Instruction]] = {}
     products: dict[int, list[Instruction]] = {}
     for computation in executed(module.entry):
@@ -204,11 +210,11 @@ def _numbers(instruction: Instruction) -> list[int]:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A decision.
+    """A decision for all sites of a program.
 
     Attributes:
       taken: patterns and places whose sites become collective matmuls.
-      paired: the others.
+      paired: the other patterns and places. Their sites keep the collectives.
       seconds: predicted seconds of the step with collectives at all sites.
       seconds_all: predicted seconds with collective matmuls at all sites.
       seconds_taken: predicted seconds with collective matmuls at the sites of `taken`.
@@ -223,7 +229,7 @@ class Weighed:
     alone: float
 
     def checked(self, seconds: float) -> Weighed:
-        """This decision if the predicted `seconds` save enough (`MARGIN`), else the decision that takes nothing."""
+        """This decision if its predicted `seconds` save enough (`MARGIN`), else the decision that replaces nothing."""
         differs = 1.0 if any(placed.co_executed for placed in self.taken) else self.alone
         if not self.taken or seconds < (1.0 - MARGIN * differs) * self.seconds:
             return replace(self, seconds_taken=seconds)
@@ -248,7 +254,7 @@ def choose(trial: Trial, quick: Scheduler, searched: Scheduler) -> Weighed:
     Args:
       trial: the scheduled program.
       quick: the scheduler that compares choices where two strands run.
-      searched: the scheduler that compares choices elsewhere, and the final ones.
+      searched: the scheduler that compares choices where one strand runs, and the final choices.
     """
     none, every = frozenset[Placed](), frozenset(trial.placed)
     timed = {none: trial.seconds(none, searched)}
@@ -264,11 +270,11 @@ def choose(trial: Trial, quick: Scheduler, searched: Scheduler) -> Weighed:
         parts = [tuple(p for p in trial.placed if (p in best) is inside) for inside in (True, False)]
         times = timed[none], timed[every], timed[best]
         decided.append(Weighed(parts[0], parts[1], *times, trial.alone).checked(timed[best]))
-    return next((found for found in decided if found.taken), decided[0])  # the fastest may fail MARGIN
+    return next((found for found in decided if found.taken), decided[0])  # the fastest choice may fail MARGIN
 
 
 def _asked_once(trial: Trial, order: Scheduler, most: int) -> Callable[[frozenset[Placed]], float]:
-    """A cached `Trial.seconds` with `order`; infinite after `most` choices."""
+    """A cached `Trial.seconds` with `order`. After `most` choices, it returns infinity for further choices."""
     known: dict[frozenset[Placed], float] = {}
 
     def seconds(taken: frozenset[Placed]) -> float:
@@ -282,7 +288,7 @@ def _asked_once(trial: Trial, order: Scheduler, most: int) -> Callable[[frozense
 def _descended(
     taken: frozenset[Placed], free: Sequence[Placed], gain: float, seconds: Callable[[frozenset[Placed]], float]
 ) -> frozenset[Placed]:
-    """Flips one of `free` at a time, in turn, while a flip saves a fraction `gain`. Returns the best choice."""
+    """Flips the elements of `free` in turn. Keeps a flip if it saves a fraction `gain`. Returns the best choice."""
     best, tried = seconds(taken), 0
     for placed in cycle(free):
         if tried == len(free):

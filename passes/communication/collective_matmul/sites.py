@@ -5,18 +5,19 @@
     matmul_all_reduce        dot + dot + ... -> all-reduce
 
 Between collective and product only moves (reshape, transpose, copy) and a conversion to a narrower type are allowed. A
-product of 16-bit numbers with a float32 result also qualifies, if its only user narrows it again. Forms sum in float32
-and round once as well. `passes/analysis/dimension_factors.py` follows dimensions through the moves, so rows,
-contraction and columns are known in any arrangement. A `Match` rearranges operands and results into one order:
+product of 16-bit numbers with a float32 result also qualifies, if its only user narrows the result again. A form rounds
+in the same way: it sums in float32 and rounds once. `passes/analysis/dimension_factors.py` follows dimensions through
+the moves, so rows, contraction and columns are known in any arrangement. A `Match` rearranges operands and results into
+one order:
 
     x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
 
 A gathered array may have other users: the weight's gradient contracts the gathered rows, or a stack holds residuals.
-Then it is a second result. `passes/communication/collective_canonicalization.py` first moves operations of XLA's
-partitioner out of the way.
+Then the gathered array is an additional result of the pattern. An earlier pass
+(`passes/communication/collective_canonicalization.py`) moves operations of XLA's partitioner out of the way.
 
-`find` changes nothing. Replacing its matches is correct, but not always faster. A reason to leave a collective is one
-line, the same for all collectives that it applies to.
+`find` changes nothing. A replacement of its matches is correct, but not always faster. The reason why a collective is
+left alone is one line of text. The text is the same for all collectives with this reason.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Users = dict[Instruction, list[Instruction]]
 
 
 def find(computation: Computation) -> Iterator[Match | str]:
-    """For every collective of these kinds, its `Match`, or the reason why it is left alone."""
+    """For every collective of the kinds above: its `Match`, or the reason why the collective is left alone."""
     users = computation.users()
     ordered = {p for i in computation.instructions for p in i.control_predecessors}
     position = {i: n for n, i in enumerate(computation.instructions)}
@@ -127,7 +128,7 @@ def _match_gather(gather: Instruction, users: Users, position: Mapping[Instructi
 def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction, int]) -> bool:
     """Whether `value` depends on `on`.
 
-    Does not follow operands that come before `on`, so the search is short for weights.
+    The search does not follow operands that come before `on`, so it is short for weights.
     """
     pending, seen = [value], {value}
     while pending:
@@ -144,7 +145,7 @@ def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction,
 def _readers(
     gather: Instruction, source: list[Factors], users: Users
 ) -> Iterator[tuple[Instruction | None, Instruction, list[Factors]]]:
-    """Readers of the gathered array through moves: (reader, value that it reads, factors of the value).
+    """The readers of the gathered array, also through moves: (reader, value that it reads, factors of the value).
 
     The reader is None if the value is the result of the computation.
     """
@@ -171,7 +172,7 @@ def _follow(user: Instruction, factors: list[Factors]) -> list[Factors] | None:
 
 
 def _result(dot: Instruction, value: Instruction, users: Users) -> Instruction | None:
-    """A product in the type of `value`: the dot itself, or its only user if that narrows it; else None."""
+    """The product in the type of `value`: `dot` itself, or its only user if this user narrows the dot; else None."""
     kind, computation = value.shape.element_type, dot.computation
     if dot.shape.element_type == kind:
         return dot
@@ -184,7 +185,10 @@ def _result(dot: Instruction, value: Instruction, users: Users) -> Instruction |
 def _reader(
     dot: Instruction, value: Instruction, factors: list[Factors], gather: Instruction, users: Users
 ) -> _Reader | str | None:
-    """`dot` as a product of `value`, a view of the gathered array; None if it is none, WIDER if its type is wider."""
+    """`dot` as a product of `value`, which is a view of the gathered array.
+
+    Returns None if `dot` does not qualify, and WIDER if its result has a wider type than `value`.
+    """
     if dot.operands.count(value) != 1 or not is_product(dot):
         return None
     x, own = dot.operands.index(value), gather.operands[0].shape.dimensions
@@ -238,7 +242,7 @@ def _match_reduction(collective: Instruction, users: Users) -> Match:
 
 
 def _is_sliced(value: Instruction, users: Users) -> bool:
-    """Whether a dynamic-slice cuts an all-reduce's sum, after moves and additions only."""
+    """Whether a dynamic-slice cuts `value`, directly or after moves and additions."""
     pending, seen = [value], {value}
     while pending:
         for user in users[pending.pop()]:
@@ -253,7 +257,7 @@ def _is_sliced(value: Instruction, users: Users) -> bool:
 def _terms(
     value: Instruction, factors: list[Factors], users: Users, kind: int
 ) -> Iterator[tuple[Instruction, list[Factors]]]:
-    """The products whose sum is `value`, with the factors of their results; operands must have type `kind`."""
+    """The products whose sum is `value`, with the factors of their results. Operands must have the type `kind`."""
     if len(users[value]) != 1 or value is value.computation.root:
         raise Unfit("the product has other readers")
     if value.opcode == "add" and not value.control_predecessors and value.operands[0] is not value.operands[1]:
@@ -290,7 +294,10 @@ def _sides(dot: Instruction, factors: list[Factors]) -> tuple[dict[int, Factors]
 
 
 def _x_dimensions(dot: Instruction, factors: list[Factors], scattered: int | None) -> set[int]:
-    """The dimensions of the sum that are rows: those of the scattered side, or of the left operand."""
+    """The dimensions of the sum that come from x.
+
+    The operand with the scattered dimension is x. If nothing is scattered, the left operand is x.
+    """
     of = [{f.dimension for group in side.values() for f in group} for side in _sides(dot, factors)]
     if of[0] & of[1]:
         raise Unfit(MIXED)
@@ -329,15 +336,15 @@ def _product(
     rows: tuple[int, int],
     order_w: tuple[list[Factor], list[Factor], list[Factor]],
 ) -> Product:
-    """A `Product` from factors.
+    """Makes a `Product` from factors.
 
     Args:
       dot: the product.
       result: the instruction that the pattern's result replaces.
       x: operand number of x.
-      order_x: factors of x as they are, and as the pattern wants them.
+      order_x: factors of x in the program's order, and in the pattern's order.
       rows: (batch, rows) of x.
-      order_w: factors of w as they are, of K, and of the columns.
+      order_w: factors of w in the program's order, factors of K, and factors of the columns.
     """
     held, k, columns = order_w
     sizes = product(k), product(columns)

@@ -8,11 +8,11 @@
 
 `Splicer.import_entry` appends copies of the entry's instructions and callees of B to a computation of A, and returns
 the results of B's entry. Names become unique. Every collective gets its own channel and lists its groups explicitly,
-because B's mesh is not A's. Of B's metadata only the name stack stays, below a stack that the caller gives: stack
-frames and source lines are indices into B's tables.
+because B's mesh is not A's. Of B's metadata, only the name stack stays, below a name stack that the caller gives. Stack
+frames and source lines are dropped, because they are indices into B's tables.
 
-`canonical_dots` gives products the form that XLA's simplifier leaves (one row, one column and one contracting
-dimension). XLA expects it of a module that has passed the simplifier.
+`canonical_dots` gives products the form that XLA's simplifier produces (one row dimension, one column dimension and one
+contracting dimension). XLA expects this form in a module that has passed the simplifier.
 
 Why it is legal: B was lowered for one device of the mesh that A is partitioned for, so both use the same device ids.
 """
@@ -56,7 +56,7 @@ def _is_group(call: Instruction) -> bool:
 
 
 class Splicer:
-    """Copies other modules into `module`. Nothing else may assign channels in `module` while it is in use."""
+    """Copies other modules into `module`. While it is in use, nothing else may assign channels in `module`."""
 
     def __init__(self, module: HloModule) -> None:
         self.module = module
@@ -71,13 +71,13 @@ class Splicer:
           source: a module from `prepare`; it is not changed.
           computation: the computation to extend.
           arguments: values for the entry's parameters.
-          stack: name stack to put in front of the copies' own.
+          stack: name stack that is put in front of the copies' own name stacks.
 
         Returns:
           The results of the entry: the elements of its tuple, or its one value.
 
         Raises:
-          DhelixError: the arguments do not fit.
+          DhelixError: the arguments do not fit the entry's parameters.
         """
         parameters = source.entry.parameters
         given = [(a.shape.element_type, list(a.shape.dimensions)) for a in arguments]
@@ -97,7 +97,7 @@ class Splicer:
         stack: str,
         known: dict[Computation, Computation],
     ) -> None:
-        """Copies the instructions of `source` that are not in `values`, and their callees, each callee once."""
+        """Copies the instructions of `source` that are not in `values`. Also copies their callees, each one once."""
         made = [i for i in source.instructions if i not in values]
         for instruction in made:
             for called in instruction.called:
@@ -152,7 +152,7 @@ def canonical_dots(computation: Computation) -> None:
 
 
 def _two_dimensions(dimensions: Sequence[int], contracted: list[int]) -> tuple[list[int], int] | None:
-    """(sizes, contracting dimension) of an operand as a matrix; None if it would need a transpose."""
+    """An operand as a matrix: (sizes, contracting dimension). None if the operand would need a transpose."""
     count, k = len(dimensions), len(contracted)
     depth = math.prod(dimensions[n] for n in contracted)
     rest = math.prod(dimensions) // depth if depth else 0

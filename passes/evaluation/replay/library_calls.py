@@ -1,18 +1,18 @@
-"""Shows XLA the cuDNN calls of a measuring program before it schedules: the first half of the program.
+"""Adds the cuDNN calls of a measuring program before XLA schedules the program, so that XLA builds their graphs.
 
-XLA builds a module's cuDNN graphs once, before scheduling, and looks them up by a fingerprint of the call. A call that
-appears only after scheduling, as `operator-replay` makes it, finds no graph when it runs. So this pass adds one call
-for each attention operator to the placeholder before XLA builds the graphs:
+XLA builds a module's cuDNN graphs once, before scheduling, and looks them up by a fingerprint of the call. The pass
+`operator-replay` makes its calls after scheduling. Such a call would find no graph when it runs. So this pass adds one
+call for each attention operator to the placeholder before XLA builds the graphs:
 
     ENTRY main(p0: bf16[8388608], ...) -> f32[1] {
       call = (bf16[1,8,8192,128], f32[1,8,8192], u8[0]) custom-call(reshape of p0, ...)    as in the step
       root = f32[1] add(<the old root>, convert(dynamic-slice(call.0)))                    keeps it alive
     }
 
-Contract: keeps the parameters and the result's shape; changes nothing if the program has no such operators. It empties
-the workspace, the last result of a call, because XLA sets its size again. Legal because nothing uses the placeholder's
-result: `operator-replay` replaces all its instructions after scheduling. Cost: one call per attention operator, at
-compile time.
+Contract: the pass keeps the parameters and the result's shape. It changes nothing if the program has no attention
+operators. It empties the workspace, the last result of a call, because XLA sets its size again. The pass is legal
+because nothing uses the placeholder's result: `operator-replay` replaces all instructions after scheduling. Cost: XLA
+compiles one more call per attention operator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def graph_calls(program: Program) -> list[Operator]:
 def _call(builder: Builder, operator: Operator, free: dict[Buffer, Iterator[Instruction]]) -> Instruction:
     values = {given: _value(builder, given, free) for given in operator.inputs}
     call = builder.copy(operator.core, [values[o] for o in operator.operands], [])
-    call.proto.ClearField("metadata")  # it refers to stack frames of the step's module
+    call.proto.ClearField("metadata")  # metadata refers to stack frames of the step's module
     workspace = call.shape.tuple_shapes[len(call.shape.tuple_shapes) - 1]
     workspace.dimensions[0] = 0
     return call

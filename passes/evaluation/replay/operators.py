@@ -1,7 +1,7 @@
 """Finds the instructions of a compiled step that can run alone, and their inputs.
 
-An operator is an instruction of the scheduled GPU module, one for each key. It is replayed as XLA compiled it, so it
-needs only inputs. They depend on what the operator reads in the step:
+An operator is an instruction of the scheduled GPU module. There is one operator for each key. An operator is replayed
+as XLA compiled it, so it needs only inputs. The inputs depend on what the operator reads in the step:
 
   - a constant: the same constant;
   - a scalar integer or flag, such as the layer index of a dynamic-slice: zero, which is in range;
@@ -12,8 +12,8 @@ needs only inputs. They depend on what the operator reads in the step:
     operators[0].buffers        # (Buffer("bf16", 33554432, 67108864), ...)
     refused                     # (("recv.3", "it has side effects"),)
 
-XLA slices some operands by a loop's iteration number without reading an index (`dynamic_slice_config`). Without a loop
-it takes the slice of the first iteration. An instruction that cannot run alone is refused with a reason.
+XLA slices some operands by a loop's iteration number without reading an index (`dynamic_slice_config`). Without a loop,
+XLA takes the slice of the first iteration. An instruction that cannot run alone is refused with a reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Buffer:
     Attributes:
       element_type: HLO's name, such as "bf16" or "pred".
       elements: number of elements.
-      bytes: size, which follows from the two.
+      bytes: size in bytes, which follows from type and number of elements.
     """
 
     element_type: str
@@ -97,26 +97,26 @@ class Operator:
 
     @cached_property
     def inputs(self) -> tuple[Instruction, ...]:
-        """`operands`, each once."""
+        """The distinct `operands`."""
         return tuple(dict.fromkeys(self.operands))
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers that it reads: one for each array that is neither a constant nor an index."""
+        """The buffers that the operator reads: one for each array that is neither a constant nor an index."""
         arrays = (leaf for value in self.inputs if not is_constant(value) for leaf in leaves(value.shape))
         return tuple(Buffer.of(array) for array in arrays if not is_index(array))
 
 
 @dataclass(frozen=True)
 class Template:
-    """An operator copied into another module. Instances are copies of it; nothing calls it.
+    """An operator copied into another module. Instances are copies of the template; nothing calls the template itself.
 
     Attributes:
       computation: the inputs as parameters, and the operator as the root.
-      copied: for each array of each input, whether an instance needs its own copy: it overwrites the array, or the
-        array is in another memory space.
+      copied: for each array of each input, whether an instance needs its own copy. This is the case if the operator
+        overwrites the array, or if the array is in another memory space.
       config: backend configuration of an async start around the operator.
-      context: elements of that start's shape after operands and result.
+      context: elements of this async start's shape after operands and result.
     """
 
     computation: Computation
@@ -136,11 +136,11 @@ def find_operators(
 
     Args:
       module: the module as XLA compiled and scheduled it.
-      key_of: gives the key of an instruction or of the start of an async pair; None if it costs nothing.
+      key_of: gives the key of an instruction or of the start of an async pair; None if the instruction costs nothing.
 
     Returns:
-      One operator for each key, in the order of first execution. Then for each key without an operator, the name of its
-      first instruction, with the reason.
+      One operator for each key, in the order of first execution. Then, for each key without an operator, the name of
+      its first instruction, and the reason why this instruction cannot run alone.
 
     Raises:
       DhelixError: the module is not scheduled.
@@ -160,7 +160,7 @@ def find_operators(
 
 
 def bring(module: HloModule, operator: Operator, workspaces: Mapping[str, Any]) -> Template:
-    """Makes a template of `operator` in `module`. `workspaces`: of library calls, see `library_workspaces`."""
+    """Makes a template of `operator` in `module`. `workspaces` comes from `library_workspaces`."""
     core = operator.core
     computation = module.new_computation("replayed")
     builder = Builder(computation)
@@ -186,8 +186,8 @@ def bring(module: HloModule, operator: Operator, workspaces: Mapping[str, Any]) 
 def library_workspaces(placeholder: Computation) -> dict[str, Any]:
     """Maps the `call_signature` of each library call that `LibraryCalls` added to the shape of its workspace.
 
-    XLA looks up cuDNN graphs by the call including its workspace. In a step compiled without a GPU, workspaces are
-    empty.
+    XLA looks up a cuDNN graph by the call, including the call's workspace. In a step compiled without a GPU, workspaces
+    are empty.
     """
     calls = (i for i in placeholder.instructions if i.opcode == "custom-call" and shapes.is_tuple(i.shape))
     return {call_signature(call): call.shape.tuple_shapes[-1] for call in calls}
@@ -231,7 +231,7 @@ def _is_integers(array: Any) -> bool:
 
 
 def memory_space(array: Any) -> int:
-    """0 is device memory. Other numbers have special meanings, such as memory registered with NCCL."""
+    """The memory space of an array. 0 is device memory; others are special, such as memory registered with NCCL."""
     return array.layout.memory_space
 
 
@@ -242,7 +242,7 @@ def content(instruction: Instruction) -> Iterator[bytes]:
 
 
 def _launching(entry: Computation) -> Iterator[Instruction]:
-    """Instructions that launch kernels, also in loop conditions, in execution order. Visits each computation once."""
+    """Instructions that launch kernels, in execution order, also in loop conditions. Visits each computation once."""
     for instruction, _ in instructions(entry, once(lambda control: control.called)):
         if instruction.opcode not in CONTROL_FLOW | FREE_OPCODES and not is_done(instruction):
             yield instruction

@@ -1,7 +1,8 @@
 """Writes the measuring program: it runs operators of a compiled step, alone and in pairs, several times.
 
-Consumes a placeholder: a scheduled, jitted function of flat buffers that does nothing. Replaces its instructions by the
-items of a `Program`, which run one after the other, repeat by repeat, as XLA compiled them. Keeps only the signature:
+The pass consumes a placeholder: a scheduled, jitted function of flat buffers that does nothing. The items of a
+`Program` replace its instructions. They run one after the other, repeat by repeat, as XLA compiled them. Only the
+signature stays:
 
     ENTRY main(p0: bf16[8388608], p1: bf16[33554432]) -> f32[1] {
       replay_0_first_0 = ... fusion(bitcast of p1)                           item 0: an operator alone
@@ -13,20 +14,21 @@ items of a `Program`, which run one after the other, repeat by repeat, as XLA co
 XLA assigns streams to async pairs (`execution_stream_assignment.cc`). A start waits for the work launched so far on its
 stream of origin; a done makes that stream wait. So two operators run at once like this:
 
-  - A collective first: its pair has its own stream. The second operator is between its start and its done.
+  - A collective first: its pair has its own stream. The second operator is between the pair's start and done.
   - Compute first: an async pair sends it to a further compute stream. A second compute operator stays on the main
-    stream. A second collective is a pair, too, and the first pair's done is between its start and its done, because XLA
-    makes a pair synchronous if nothing is in between.
-  - Two collectives: they get different streams, or they would run in turn.
+    stream. A second collective is a pair, too. The first pair's done is between the second pair's start and done,
+    because XLA makes a pair synchronous if nothing is in between.
+  - Two collectives: they get different streams. On one stream, they would run one after the other.
 
-An item begins when the previous item is done: the program waits for all its dones, and control dependencies keep the
-order. An operator that overwrites an operand gets a fresh copy of it before its item starts. Passing results from
-repeat to repeat would save that copy, but keep a buffer of each such item live throughout. The pass raises PassRefusal
+An item begins when the previous item is done: the program waits for all dones of an item, and control dependencies keep
+the order. An operator that overwrites an operand gets a fresh copy of this operand before its item starts. (Results
+passed from repeat to repeat would save the copy, but keep a buffer of each such item live.) The pass raises PassRefusal
 if the module is not the placeholder.
 
-Legal because the placeholder computes nothing. Memory: the arguments, and the results of one item at a time. Times come
-from a profiler trace, which names the instruction of each kernel; `parse_name` maps that name to the instance. DHelix
-section 4.2 (arXiv 2411.15871) measures pairs offline in the same way, for P in its dynamic program.
+The pass is legal because the placeholder computes nothing. It needs memory for the arguments and one item's results.
+Times come from a profiler trace, which names the instruction of each kernel; `parse_name` maps that name to the
+instance. DHelix section 4.2 (arXiv 2411.15871) measures pairs offline in the same way, for the costs P in its dynamic
+program.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ _REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))  # other 
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement: an operator alone, or two at once. `first` is launched first."""
+    """One measurement: an operator alone, or two operators at once. `first` is launched first."""
 
     first: Operator
     second: Operator | None = None
@@ -81,7 +83,7 @@ class Item:
 
     @cached_property
     def buffers(self) -> Counter[Buffer]:
-        """How many buffers of each kind it reads. Each operand has its own buffer."""
+        """How many buffers of each kind the item reads. Each operand has its own buffer."""
         return Counter(buffer for operator in self.operators for buffer in operator.buffers)
 
 
@@ -91,9 +93,9 @@ class Program:
 
     Attributes:
       repeats: how often one execution runs each item.
-      marks: puts a tiny all-reduce before each instance and before its copies, over the groups of an all-gather,
-        all-reduce or reduce-scatter of the program, if there is one. Kernels in CUDA graphs and copy-engine work of
-        NCCL have no names in a trace; the mark before them identifies their instance.
+      marks: whether a tiny all-reduce runs before each instance and before its copies. It needs the groups of an
+        all-gather, all-reduce or reduce-scatter of the program. Kernels in CUDA graphs and copy-engine work of NCCL
+        have no names in a trace; the mark before them identifies their instance.
     """
 
     items: tuple[Item, ...]
@@ -119,9 +121,9 @@ class Program:
 
 
 def split(items: Sequence[Item], limit: int) -> tuple[tuple[Item, ...], ...]:
-    """Splits `items` into runs whose arguments take at most `limit` bytes on one GPU.
+    """Splits `items` into groups. The arguments of a group take at most `limit` bytes on one GPU.
 
-    An item that alone needs more gets its own run.
+    An item that alone needs more gets its own group.
     """
     groups: list[list[Item]] = []
     needed: Counter[Buffer] = Counter()
@@ -157,7 +159,7 @@ def parse_name(name: str) -> tuple[int, str, int] | None:
     """Returns the item, side and repeat of an instruction; None if it belongs to no measurement.
 
     The side is `first`, `second`, `copy` (must not be counted) or `mark` (an item begins here).
-    Accepts names as XLA changes them (`replay_3_first_0.1`, `.remat`), both ends of a pair, and a trace's
+    The name may be one that XLA changed (`replay_3_first_0.1`, `.remat`), that of either end of a pair, or a trace's
     `outer::inner`.
     """
     found = _NAME.findall(name)
@@ -212,7 +214,7 @@ class _Writer:
 
     def __init__(self, module: HloModule, marking: Instruction | None) -> None:
         module.reserve_names()
-        self.marking = marking  # its groups take part in marks; None: no marks
+        self.marking = marking  # marks use its groups; None: no marks
         self.module, self.entry = module, module.entry
         self.builder = Builder(module.entry)
         self.workspaces = library_workspaces(module.entry)
@@ -266,7 +268,7 @@ class _Writer:
         self._launch(copy, instance.name)
 
     def _mark(self, name: str) -> None:
-        """Launches a tiny all-reduce on the main stream, outside CUDA graphs. After it all GPUs begin together."""
+        """Launches a tiny all-reduce on the main stream, outside CUDA graphs. After it, all GPUs begin together."""
         vector = Shape(element_type=shapes.F32, dimensions=[1])
         vector.layout.minor_to_major.append(0)
         if "mark" not in self.shared:
@@ -295,7 +297,7 @@ class _Writer:
         body = copy_computation(template.computation)
         body.root.proto.name = instance.name
         if body.root.opcode in KINDS:
-            body.root.proto.ClearField("backend_config")  # the start has it
+            body.root.proto.ClearField("backend_config")  # the start has the configuration
         elif body.root.opcode not in _STARTED:
             body = _calling(body)
         operands = shapes.tuple_of(value.shape for value in instance.inputs)
@@ -350,7 +352,7 @@ class _Writer:
         free: Mapping[Buffer, Iterator[Instruction]],
         copy: str,
     ) -> Instruction:
-        """A value of this shape that replaces `source` or a part of it."""
+        """A value of the shape `shape` that replaces `source` or a part of it."""
         if shapes.is_tuple(shape):
             parts = [self._input(part, source, copied, free, copy) for part in shape.tuple_shapes]
             return self._place(self.builder.tuple(parts))
