@@ -1,11 +1,11 @@
 """The program `dhelix`: one command line, with one folder per subcommand. Each folder provides two modules:
 
     flags.py      USAGE: str, which `dhelix <command> --help` prints above the flags
-                  define_flags(values: flags.FlagValues) -> None, defines flags on `values`, never on absl's global ones
-    command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None; `arguments` are the positional ones
+                  define_flags(values: flags.FlagValues) -> None, which defines flags on `values`, not on absl's FLAGS
+    command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None, with the positional `arguments`
 
-Both modules are imported only when their command is called, flags first: `--help` and a mistyped flag need no JAX.
-To add a command, make the folder and add a line to COMMANDS.
+Both modules are imported only when their command is called. `flags.py` is imported first, so `--help` and the error
+about a mistyped flag need no JAX. To add a command, make the folder and add a line to COMMANDS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dhelix.launch.defaults import INTERRUPTED
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. With `needs_device=False`, JAX does not look for accelerators."""
+    """A subcommand. If `needs_device` is False, JAX does not look for accelerators."""
 
     summary: str
     needs_device: bool = True
@@ -45,7 +45,7 @@ COMMANDS = {
 }
 
 _EXTRAS = {"flax": "train", "optax": "train", "orbax": "train", "ortools": "plan"}
-"""Packages that only some commands need, and the dhelix extra that installs each of them."""
+"""For each package that only some commands need, the extra of dhelix that installs the package."""
 
 _PYTHON_WORDS = (
     (r"invalid literal for int\(\) with base \d+: (.*)", r"\1 is not a whole number"),
@@ -67,10 +67,11 @@ commands:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `dhelix` and exits the process.
 
-    Exit status 0: done; 1: the work failed, and one line on stderr says why; 2: wrong command line; 130: interrupted.
+    The exit status is 0 after success, 2 after a wrong command line, and 130 after an interruption. It is 1 if the work
+    failed; then one line on stderr says why.
 
     Args:
-      arguments: command-line arguments; default: those of the process.
+      arguments: command-line arguments; default: `sys.argv[1:]`.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) == 2 and arguments[0] == "help":
@@ -124,7 +125,7 @@ def _run(name: str, module: ModuleType, values: flags.FlagValues, positional: li
 
 
 def _no_global_flags(argv: Sequence[str]) -> list[str]:
-    """Flag parser for absl's `app.run`. Libraries may have defined global flags; they stay at their defaults."""
+    """Flag parser for absl's `app.run`. Global flags that libraries have defined keep their defaults."""
     flags.FLAGS.mark_as_parsed()
     return list(argv)
 
@@ -139,7 +140,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _plain_words(message: str) -> str:
-    """Replaces Python's conversion errors, which absl passes on, by plain words."""
+    """The message with Python's conversion errors in plain words. absl passes these errors on unchanged."""
     for pattern, words in _PYTHON_WORDS:
         message = re.sub(pattern, words, message)
     return message

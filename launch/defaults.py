@@ -1,4 +1,4 @@
-"""Constants and flags that several commands share. Imports no jax."""
+"""Constants and flags that several commands share. This module does not import jax."""
 
 from absl import flags
 
@@ -10,6 +10,6 @@ NO_EFFECT = (
 
 
 def define_inter_bandwidth(values: flags.FlagValues) -> None:
-    """Defines `--inter_bandwidth` (GB/s) on `values`."""
+    """Defines the flag `--inter_bandwidth` on `values`. The flag's unit is GB/s."""
     usual = "GB/s of each GPU between nodes if the profile has no times between nodes (default: usual for the GPU)"
     flags.DEFINE_float("inter_bandwidth", None, usual, lower_bound=1e-3, flag_values=values)

@@ -5,7 +5,7 @@
 2. Compiles the train step of Llama-8B shapes for 4 H200s both ways and shows how the two GPU programs differ:
    timelines, exposed communication, memory. Needs the extra `compile`.
 
-Writes into `demo-output/`: timeline.png, report.json, and both GPU programs for `dhelix inspect`.
+The results are in the folder `demo-output/`: timeline.png, report.json, and both GPU programs for `dhelix inspect`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dhelix.runtime.compiler.lowering import compiled_module
 OUTPUT = Path("demo-output")
 TRAINING = trainer.Options(mesh="dp=2,tp=4", microbatches=4, batch=16, steps=60, lr=3e-3)
 TENSOR_PARALLEL, MICROBATCHES = 4, 16
-_LINES, _BAR = 15, 40  # number of steps shown; bar length of the first loss, in characters
+_LINES, _BAR = 15, 40  # number of steps to show; length of the bar for the first loss, in characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Losses:
 
 
 def main() -> int:
-    """Runs both parts. Returns exit status 1 if interleaving changed a loss or something failed, else 0."""
+    """Runs the demo. Returns the exit status: 1 if interleaving changed a loss or something failed, else 0."""
     begun = time.perf_counter()
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
@@ -72,7 +72,7 @@ def main() -> int:
 def demonstrate(
     options: trainer.Options, config: LlamaConfig, microbatches: int, output: Path, console: Console
 ) -> dict[str, Any]:
-    """Runs both parts.
+    """Runs both parts of the demo.
 
     Args:
       options: the training run of part 1.
@@ -135,8 +135,10 @@ To see what hides each collective:
 
 
 def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Report]:
-    """Takes the steps of both runs in turn, from the same parameters and with the same batches. Returns the losses of
-    every step and the report of the passes.
+    """Trains plain and interleaved, step by step in turn. Both runs have the same initial parameters and batches.
+
+    Returns:
+      The losses of every step, and the report of the passes.
     """
     plain = trainer.prepare(dataclasses.replace(options, plain=True))
     trainer.start(plain)
@@ -162,8 +164,10 @@ def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Rep
 
 
 def compile_both(training: Training, output: Path, console: Console) -> tuple[tuple[Inspection, Inspection], Report]:
-    """Compiles the plain and the interleaved step for GPUs and writes both programs to `output`. Returns their
-    inspections, plain first, and the report of the passes.
+    """Compiles the plain and the interleaved step for GPUs, and writes both programs to the folder `output`.
+
+    Returns:
+      The inspections of the plain and of the interleaved program, and the report of the passes.
     """
     arguments = training.abstract_state(), training.abstract_batch(training.microbatches)
     found = []
@@ -179,7 +183,7 @@ def compile_both(training: Training, output: Path, console: Console) -> tuple[tu
 
 
 def comparison(found: tuple[Inspection, Inspection]) -> Table:
-    """Table of the two programs, side by side."""
+    """A table that shows both programs side by side."""
     table = Table(title="\nOne step on one GPU", title_justify="left", title_style="bold")
     for heading in ("", "plain", "interleaved", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -1,1 +1,1 @@
-"""Costs: hardware descriptions, measured profiles and cost models. This package knows nothing of HLO."""
+"""Times of operators and collectives: descriptions of GPUs, measured profiles and estimates. This code uses no HLO."""

@@ -1,11 +1,11 @@
-"""Descriptions of GPUs and their networks, for the roofline (`estimates/roofline.py`) and the timeline.
+"""Descriptions of GPUs and their networks, for the roofline (`estimates/roofline.py`) and the simulated timeline.
 
-Peaks are the vendors'. Efficiencies are the fractions of the peaks that well-shaped Transformer operators reach.
-The H200's are fitted to measured steps, plain and with two strands (Llama-8B layer shapes, TP = SP = 4).
+Peaks are the numbers of the vendors. Efficiencies are the fractions of the peaks that well-shaped Transformer operators
+reach. The H200's efficiencies are fitted to measured steps, plain and with two strands. The steps have Llama-8B layer
+shapes and TP = SP = 4. Other GPUs use the same efficiencies, which are guesses until a profile of the GPU is measured.
 
-Collectives take longer while compute runs next to them: both sides proceed, but slower (rates 0.8 and 0.3). Together
-they gain only about a tenth over running in turn. So the fraction of hidden communication does not measure speed. The
-other GPUs use the same fractions of their own peaks. These are guesses until a profile is measured there.
+While a collective runs, compute and the collective slow each other down (to rates of 0.8 and 0.3). Both together take
+only about a tenth less time than one after the other. So the fraction of hidden communication does not measure speed.
 """
 
 from dataclasses import dataclass, replace
@@ -13,25 +13,26 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU in its cluster. Units: seconds, bytes, operations per second, bytes per second.
+    """One kind of GPU in its cluster. Times are in seconds, sizes in bytes, and rates per second.
 
     Attributes:
       peak_flops: dense bf16 tensor-core operations per second; other types scale by their width.
-      memory_bandwidth: of device memory.
+      memory_bandwidth: bandwidth of device memory.
       memory_bytes: size of device memory.
       gemm_efficiency, attention_efficiency, memory_efficiency: fraction of the peak that operators reach.
       kernel_seconds: fixed cost of a kernel: launch, ramp-up and ramp-down.
-      intra_bandwidth: bus bandwidth (NCCL's busbw) per GPU that one collective reaches inside a node.
-      inter_bandwidth: the same per GPU across nodes; a group with k GPUs on each node has k network cards.
+      intra_bandwidth: bus bandwidth (NCCL's busbw) per GPU that a collective reaches inside a node.
+      inter_bandwidth: bus bandwidth per GPU that a collective reaches across nodes. A group with k GPUs on each node
+        uses k network cards on each node.
       intra_latency, inter_latency: start-up time of a collective's kernel inside a node and across nodes.
-      host_bandwidth: of copies between device memory and pinned host memory, each way.
-      gpus_per_node: devices 0 .. n-1 are node 0, and so on.
-      compute_rate: speed of compute while a collective runs; 1 is undisturbed.
-      communication_rate: speed of the collective in the meantime.
-      inter_compute_rate, inter_communication_rate: the same for a collective between nodes. It mostly waits for the
-        network, holds few SMs and loses little (over sockets: docs/research_log.md, two H100s).
-      like: a GPU with as many cores of the same kind, the same clock and the same links. Its measured times replace
-        missing ones (`alike`).
+      host_bandwidth: bandwidth of copies between device memory and pinned host memory, in each direction.
+      gpus_per_node: n; devices 0 .. n-1 are node 0, devices n .. 2n-1 are node 1, and so on.
+      compute_rate: speed of compute while a collective runs; 1 is the speed without a collective.
+      communication_rate: speed of a collective while compute runs; 1 is the speed without compute.
+      inter_compute_rate, inter_communication_rate: the same two rates for a collective between nodes. Such a collective
+        mostly waits for the network, holds few SMs and loses little (docs/research_log.md, two H100s over sockets).
+      like: name of a GPU with as many cores of the same kind, the same clock and the same links. Its measured times
+        replace missing times of this GPU (`alike`).
     """
 
     name: str
@@ -52,34 +53,35 @@ class Hardware:
     inter_compute_rate: float = 0.9
     inter_communication_rate: float = 0.95
     like: str = ""
-    host_bandwidth: float = 55e9  # PCIe 5.0 x16: 63 GB/s, less what packets take
+    host_bandwidth: float = 55e9  # PCIe 5.0 x16: 63 GB/s, minus the overhead of packets
 
     def rates(self, between_nodes: bool) -> tuple[float, float]:
-        """Rates of compute and of a concurrent collective, for pairs that have no measured relatives."""
+        """The rates of compute and of a collective that run at once, for a pair without similar measured pairs."""
         if between_nodes:
             return self.inter_compute_rate, self.inter_communication_rate
         return self.compute_rate, self.communication_rate
 
 
-# NVLink 4, 18 links: 450 GB/s each way, of which NCCL reaches about 330; 400 Gb/s of network per GPU.
+# NVLink 4 with 18 links has 450 GB/s each way, and NCCL reaches about 330 GB/s. The network has 400 Gb/s per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
 H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9, like="H200")  # SXM; differs from the H200 only in memory
-H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # H100 with NVLink cut to 400 GB/s (200 each way)
-# NVLink 5, 18 links: 900 GB/s each way. NCCL is assumed to reach the same fraction as on an H100. 400 Gb/s of network
-# per GPU. Peaks are those of HGX B200 and GB200 NVL72 without sparsity. In a GB200 NVL72, NVLink joins 72 GPUs.
+H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # an H100 whose NVLink has 200 GB/s each way
+# NVLink 5 with 18 links has 900 GB/s each way. NCCL is assumed to reach the same fraction of it as on an H100. The
+# network has 400 Gb/s per GPU. Peaks are for HGX B200 and GB200 NVL72 without sparsity. In a GB200 NVL72, NVLink joins
+# 72 GPUs.
 B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9)
 GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72)
-# NVLink 3, 12 links: 300 GB/s each way; 200 Gb/s of network per GPU (DGX A100, AMSP III-A).
-_PCIE4 = 25e9  # of 31.5 GB/s
+# NVLink 3 with 12 links has 300 GB/s each way. The network has 200 Gb/s per GPU (DGX A100, AMSP III-A).
+_PCIE4 = 25e9  # what copies reach of the 31.5 GB/s of PCIe 4.0 x16
 A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9, host_bandwidth=_PCIE4)
-# A server with four GPUs and no network. Its NVLink is the A100's. The only published collective is NCCL's all-reduce
-# of 16 MiB, which takes 221 us (DistFuse table 1); the 120 GB/s follow from it.
+# A server with four GPUs, the A100's NVLink and no network. The only published time of a collective is 221 us, for
+# NCCL's all-reduce of 16 MiB (DistFuse table 1). The 120 GB/s follow from this time.
 A100_40GB = replace(
     A100, name="A100-40GB", memory_bandwidth=1.555e12, memory_bytes=40e9, intra_bandwidth=120e9, gpus_per_node=4
 )
-# A100 with NVLink cut to 400 GB/s (200 each way); 4 x 200 Gb/s per node of 8 (DHelix 6, AMSP VI).
+# An A100 whose NVLink has 400 GB/s (200 each way). The network has 4 x 200 Gb/s per node of 8 (DHelix 6, AMSP VI).
 A800 = replace(A100, name="A800", intra_bandwidth=150e9, inter_bandwidth=11e9)
-# PCIe 4.0, shared by the node; one 100 Gb/s card per node of 8 (DHelix section 6).
+# The GPUs of a node share PCIe 4.0. A node of 8 has one network card of 100 Gb/s (DHelix section 6).
 A40 = Hardware(
     "A40",
     149.7e12,
@@ -92,22 +94,22 @@ A40 = Hardware(
     communication_rate=0.8,
     host_bandwidth=_PCIE4,
 )
-# NVLink of 400 Gb/s inside a node; 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
+# NVLink has 400 Gb/s inside a node, and the network has 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
 A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwidth=11e9, intra_latency=8e-6)
-# Ada and Ampere PCIe cards with the A40's links and network. Peaks are NVIDIA's without sparsity (A10G: AWS G5).
+# Ada and Ampere PCIe cards with the A40's links and network. Peaks are NVIDIA's, without sparsity (A10G: AWS G5).
 L40S = replace(A40, name="L40S", peak_flops=362e12, memory_bandwidth=0.864e12, memory_bytes=48e9)
 L4 = replace(A40, name="L4", peak_flops=121e12, memory_bandwidth=0.3e12, memory_bytes=24e9)
 A10G = replace(A40, name="A10G", peak_flops=70e12, memory_bandwidth=0.6e12, memory_bytes=24e9)
 
 
 def _no_p2p(gpu: Hardware) -> Hardware:
-    """Without peer-to-peer access (`NCCL_P2P_DISABLE=1`), collectives go through host memory, at PCIe speed."""
+    """The GPU without peer-to-peer access (`NCCL_P2P_DISABLE=1`). Collectives use host memory, at PCIe speed."""
     name = f"{gpu.name}-no-p2p"
     return replace(gpu, name=name, intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
 
 def _two_nodes(gpu: Hardware) -> Hardware:
-    """Two processes of one server that NCCL treats as nodes; they use loopback sockets (docs/research_log.md)."""
+    """The GPU in a server that emulates two nodes, with loopback sockets between them (docs/research_log.md)."""
     return replace(gpu, name=f"{gpu.name}-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2)
 
 
@@ -121,20 +123,20 @@ _ALL = (
 ALL: dict[str, Hardware] = {h.name: h for h in _ALL}
 
 LINKS = ("nvlink", "no-p2p", "two-nodes")
-"""How the GPUs of a node reach each other.
+"""Names of links, which say how the GPUs of one server reach each other.
 
-`nvlink`: NVLink, or the node's other direct links. `no-p2p`: through host memory only (`NCCL_P2P_DISABLE=1`).
-`two-nodes`: over sockets, as two processes that pose as nodes.
+`nvlink` is NVLink, or another direct link. `no-p2p` means through host memory only (`NCCL_P2P_DISABLE=1`). `two-nodes`
+means over sockets, between two processes that NCCL treats as two nodes.
 """
 GPUS = sorted(name for name in ALL if not name.endswith(tuple(f"-{link}" for link in LINKS)))
-"""Names in `ALL` without a link suffix."""
+"""The names in `ALL` that do not end in a link."""
 
 
 def gpu_name(device_kind: str) -> str:
-    """The name under which profiles know a GPU.
+    """The name of a GPU in profiles, from JAX's device kind.
 
-    `NVIDIA H200` gives `H200`. Variants with fewer cores or other links keep a suffix, such as `H100-PCIe`. An unknown
-    GPU gives its kind, joined by dashes.
+    `NVIDIA H200` becomes `H200`. A variant with fewer cores or other links keeps a suffix, such as `H100-PCIe`. The
+    name of an unknown GPU is its kind without `NVIDIA`, with dashes between the words.
     """
     words = device_kind.replace("-", " ").split()
     known = [name for name in ALL if "-" not in name and name in words]
@@ -143,13 +145,14 @@ def gpu_name(device_kind: str) -> str:
     return "-".join(known[:1] + [w for w in words if w.lower() in _VARIANTS])
 
 
-_VARIANTS = ("pcie", "nvl", "mig")  # cards that share only their name with those above
+_VARIANTS = ("pcie", "nvl", "mig")  # words for cards that differ from the described GPU of the same name
 
 
 def describe(name: str, link: str = "nvlink", gpus_per_node: int = 0, inter_bandwidth: float = 0.0) -> Hardware:
-    """The description of a GPU over a link.
+    """The description of a GPU with a link.
 
-    An undescribed GPU counts as the GPU that it shares its first name part with, or as an H100, until it is measured.
+    A GPU without a description, such as `H100-PCIe`, gets the description of the GPU that its first word names. If this
+    word names no described GPU, it gets the description of an H100.
 
     Args:
       name: a GPU, as `gpu_name` returns it.

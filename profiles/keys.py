@@ -1,7 +1,7 @@
-"""Keys that name everything that costs time: operators, collectives, and pairs of them.
+"""Keys for everything that has a time in a profile: operators, collectives, and pairs.
 
-A key holds exactly what decides the time. Two instructions that cost the same share one key, and a key means the same
-in every program. `dhelix.passes.evaluation.operator_keys` makes keys of HLO instructions. As text:
+A key contains what decides the time, and nothing else. Instructions that take the same time share a key, also across
+programs. `dhelix.passes.evaluation.operator_keys` makes keys from HLO instructions. Two keys as text:
 
     gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     all-gather 67108864B 4x1 groups=1 nccl
@@ -36,14 +36,15 @@ _COLLECTIVE = re.compile(
 
 @dataclass(frozen=True, order=True, slots=True)
 class OperatorKey:
-    """The kernel, or the few kernels, that one instruction launches on one GPU.
+    """The key of the kernel, or of the few kernels, that one instruction launches on one GPU.
 
     Attributes:
       kind: one of OPERATOR_KINDS.
-      family: everything but the sizes, without spaces: types, layouts, epilogue, library; for a fusion, a hash of its
-        computation. Operators of a family differ only in size, so times interpolate between them.
-      sizes: the sizes, in an order that the family fixes; for a product M, N, K, then batch.
-      flops, bytes: operations, and device memory read and written. They follow from the other fields.
+      family: text without spaces for everything but the sizes: types, layouts, epilogue and library. For a fusion, it
+        has a hash of the computation. Operators of a family differ only in size, so times can be interpolated.
+      sizes: the sizes, in an order that the family determines. For a product, they are M, N, K and the batch.
+      flops, bytes: number of operations, and bytes of device memory that are read and written. They follow from the
+        other fields.
     """
 
     kind: str
@@ -57,22 +58,22 @@ class OperatorKey:
 
     @property
     def clocked(self) -> bool:
-        """Whether the operator slows down when the power limit lowers the GPU's clock; memory-bound ones do not."""
+        """Whether a lower clock slows the operator down. A lower clock does not slow down memory-bound operators."""
         return self.kind in _CLOCKED
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class CollectiveKey:
-    """A collective that all groups of the mesh run at the same time.
+    """The key of a collective that all groups of a mesh run at the same time.
 
     Attributes:
       kind: one of COLLECTIVE_KINDS.
-      bytes: the whole buffer on one GPU: after an all-gather, or before a reduction.
+      bytes: size of the whole buffer on one GPU: after an all-gather, or before a reduction.
       gpus_per_node, nodes: a group has `gpus_per_node` GPUs on each of `nodes` nodes (AMSP's p0 x p1).
-      groups: number of such groups that communicate at the same time. They share links if their paths cross.
-      implementation: `nccl`: NCCL's kernels. `symmetric`: NCCL on symmetric memory, by copy engines where NCCL has
-        them. `user-buffers`: NCCL without copies through its own buffers. `triton`: a kernel that XLA generates for
-        small collectives.
+      groups: number of groups that communicate at the same time. Groups share links if their paths cross.
+      implementation: one of IMPLEMENTATIONS. `nccl` is NCCL's kernels. `symmetric` is NCCL on symmetric memory, by copy
+        engines where NCCL supports them. `user-buffers` is NCCL without copies through its own buffers. `triton` is a
+        kernel that XLA generates for small collectives.
     """
 
     kind: str
@@ -96,7 +97,7 @@ type Key = OperatorKey | CollectiveKey
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """Two independent operators that run at once. `first` is launched first; the order is part of the measurement."""
+    """The key of two independent operators that run at once, where `first` is launched first."""
 
     first: Key
     second: Key
@@ -106,7 +107,7 @@ class PairKey:
 
 
 def parse(text: str) -> Key:
-    """The key whose `str` is `text`. An operator comes back without its operations and bytes.
+    """The key that `str` writes as `text`. The `flops` and `bytes` of an operator are not in the text and become 0.
 
     Raises:
       DhelixError: the text is no key.

@@ -1,8 +1,8 @@
-"""A profile: the measurements on one kind of hardware, as data.
+"""A profile as data: the measured times on one kind of hardware.
 
-A `Profile` has one `Section` per launch setting, because process-wide settings change every number. For example,
-CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. `files.storage` reads and writes profiles;
-`estimates` estimates what was not measured. All times are seconds.
+A `Profile` has one `Section` for each launch setting, because a setting holds for a whole process and changes every
+time. For example, CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. `files.storage` reads and
+writes profiles. `estimates` estimates times that were not measured. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from typing import Any
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 
 STEADY = 0.25
-"""Largest quartile distance of a pair's repeats, as a fraction of the shorter side (`PairTiming.steady`)."""
+"""Limit for `PairTiming.steady`: largest spread of a pair's repeats, as a fraction of the shorter side's time."""
 
 ALIKE = "alike"
-"""Source of a time that was measured on a similar GPU (`alike`). Profile files never contain it."""
+"""The source of a time that was measured on a similar GPU (`alike`). Files of profiles contain no such times."""
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one undisturbed execution: the median, and the distance of the quartiles.
+    """The time of one execution while nothing else runs.
 
     Attributes:
-      source: `alone` (run repeatedly by itself), `trace` (seen in a whole step's trace while nothing else ran), or
-        ALIKE.
+      seconds: median of the samples.
+      spread: distance between the quartiles of the samples, in seconds.
+      samples: number of samples.
+      source: `alone`: the operator ran repeatedly by itself. `trace`: the time comes from the trace of a whole step, in
+        which nothing else ran at that time. ALIKE: the time was measured on a similar GPU.
     """
 
     seconds: float
@@ -42,21 +45,22 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Iterable[float], source: str = "alone") -> Timing:
-        """The timing of at least one sample, in seconds."""
+        """The timing for `samples`: at least one time in seconds."""
         values = sorted(samples)
         return cls(statistics.median(values), quartile_distance(values), len(values), source)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTiming:
-    """Two operators that start together.
+    """The times of a pair: two operators that start together.
 
     Attributes:
-      seconds: from the first start to the last end; P in the DHelix paper.
-      first, second: from the start of the pair until that side is done; medians.
-      first_alone, second_alone: T_i and T_j, of each side alone in the same executable, so with the same data, caches
-        and clocks. A step's own trace may show other times.
-      spread: distance of the quartiles of `seconds`.
+      seconds: time from the first start to the last end, P in the DHelix paper; a median.
+      first, second: time from the start of the pair to the end of each side; medians.
+      first_alone, second_alone: time of each side alone, T_i and T_j in the DHelix paper. Both were measured in the
+        executable of the pair, so with the same data, caches and clocks. The trace of a step may show other times.
+      spread: distance between the quartiles of the samples of `seconds`.
+      samples: number of samples.
       source: `alone`, or ALIKE.
     """
 
@@ -71,7 +75,7 @@ class PairTiming:
 
     @classmethod
     def of(cls, samples: Iterable[tuple[float, float, float]], first_alone: float, second_alone: float) -> PairTiming:
-        """The timing of at least one sample (seconds, first, second)."""
+        """The timing for `samples`: at least one tuple (seconds, first, second)."""
         whole, first, second = (sorted(of_all) for of_all in zip(*samples, strict=True))
         median = statistics.median
         spread = quartile_distance(whole)
@@ -79,18 +83,18 @@ class PairTiming:
 
     @property
     def oef(self) -> float:
-        """Overlap effectiveness (DHelix section 3.2): 1 hides the shorter side completely, 0 gains nothing."""
+        """Overlap effectiveness (DHelix section 3.2): 1 if the shorter side is hidden completely, 0 without a gain."""
         shorter = min(self.first_alone, self.second_alone)
         return (self.first_alone + self.second_alone - self.seconds) / shorter if shorter else 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether the repeats agree well enough for an OEF: their spread is at most STEADY of the shorter side."""
+        """Whether the repeats agree well enough: their spread is at most STEADY times the shorter side's time alone."""
         return self.spread <= STEADY * min(self.first_alone, self.second_alone)
 
     @property
     def shorter_than_alone(self) -> bool:
-        """Whether both together take less than the longer side alone, by more than the repeats scatter."""
+        """Whether the pair takes less time than its longer side alone, by more than the spread."""
         return self.steady and self.seconds + self.spread < max(self.first_alone, self.second_alone)
 
 
@@ -103,14 +107,14 @@ def quartile_distance(ordered: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSetting:
-    """Process-wide environment variables and XLA flags that change a program's times."""
+    """A launch setting: environment variables and XLA flags of a process that change the times of its programs."""
 
     name: str
     environment: Mapping[str, str] = _EMPTY
     xla_flags: tuple[str, ...] = ()
     summary: str = ""
     implementation: str = "nccl"
-    """Implementation of collectives, one of `keys.IMPLEMENTATIONS`."""
+    """The implementation of collectives under this setting, one of `keys.IMPLEMENTATIONS`."""
 
     @property
     def graphs(self) -> bool:
@@ -124,10 +128,10 @@ class LaunchSetting:
 
     @property
     def training_flags(self) -> tuple[str, ...]:
-        """`xla_flags` for a process that trains.
+        """The XLA flags for a process that trains: `xla_flags` without the flag that switches CUDA graphs off.
 
-        Measurements keep kernels out of CUDA graphs. A training step uses the graphs that XLA makes, because they are
-        slightly faster (docs/research_log.md).
+        Measurements are made without CUDA graphs. Training uses XLA's graphs, because they are slightly faster
+        (docs/research_log.md).
         """
         return tuple(flag for flag in self.xla_flags if flag != _NO_GRAPHS)
 
@@ -137,7 +141,7 @@ _ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def _channels(collectives: int, all_to_alls: int) -> dict[str, str]:
-    """Minimum numbers of channels, and so of thread blocks: NCCL uses few if it sees no NVLink."""
+    """Environment variables for the least number of NCCL channels. Without NVLink, NCCL itself uses few channels."""
     return {"NCCL_MIN_NCHANNELS": str(collectives), "NCCL_MIN_P2P_NCHANNELS": str(all_to_alls)}
 
 
@@ -172,18 +176,19 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
 FASTEST: Mapping[str, str] = MappingProxyType(
     {"nvlink": "copy-engine1", "no-p2p": "small-buffers", "two-nodes": "sockets"}
 )
-"""For each link, the launch setting that measured fastest for most steps (docs/research_log.md)."""
+"""For each link, the launch setting that was the fastest for most measured steps (docs/research_log.md)."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Everything measured under one launch setting.
+    """All measurements under one launch setting.
 
     Attributes:
-      operators, collectives: times of one operator or collective alone.
-      pairs: times of two at once.
-      gap_seconds: idle time of the GPU between two consecutive kernels, median over a step.
-      failures: why a key (as text) has no time, such as out of memory.
+      setting: name of the launch setting.
+      operators, collectives: times of operators and collectives that run alone.
+      pairs: times of two operators that run at once.
+      gap_seconds: idle time of the GPU between two consecutive kernels, as a median over a step; None if not measured.
+      failures: for a key or pair (as text) without a time, the reason, such as out of memory.
     """
 
     setting: str
@@ -194,7 +199,7 @@ class Section:
     failures: Mapping[str, str] = _EMPTY
 
     def merged(self, later: Section) -> Section:
-        """Both sections. If both have a time, `later` wins. A later time removes an earlier failure."""
+        """The entries of both sections. Entries of `later` take precedence. A later time removes an earlier failure."""
         measured = {str(k) for part in (later.operators, later.collectives, later.pairs) for k in part}
         earlier_failures = {k: why for k, why in self.failures.items() if k not in measured}
         return Section(
@@ -210,12 +215,12 @@ class Section:
         return self.operators.get(key) or self.collectives.get(key)
 
     def noisy(self, pair: PairKey) -> bool:
-        """Whether a pair's OEF above 1 counts as noise. Such an OEF says that both take less than the longer one alone.
+        """Whether the OEF of a pair is above 1 because of noise.
 
-        It counts as true only if the other launch order and the times alone confirm it, by more than the repeats
-        scatter.
+        An OEF above 1 means that the pair takes less time than its longer side alone. This counts as noise unless it
+        holds in both launch orders, by more than the spread, and also with the sides' times in this section.
         """
-        if self.pairs[pair].oef < 1.005:  # displayed as 1.00
+        if self.pairs[pair].oef < 1.005:  # such an OEF is displayed as 1.00
             return False
         orders = self.pairs[pair], self.pairs.get(PairKey(pair.second, pair.first))
         alone = self.solo(pair.first), self.solo(pair.second)
@@ -227,7 +232,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The machine and the software of a measurement. Versions are text such as `2.28.9`; empty means unknown."""
+    """The machine and the software of a measurement. Versions are texts such as `2.28.9`. An empty text is unknown."""
 
     gpu: str
     gpus: int
@@ -237,21 +242,21 @@ class Provenance:
     nccl: str = ""
     jax: str = ""
     machine: str = ""
-    """A short hash of the GPUs' serial numbers. It distinguishes machines of one kind without naming them."""
+    """A short hash of the GPUs' serial numbers. It distinguishes machines of the same kind and does not name them."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything known about one kind of hardware over one kind of link.
+    """All known times for one kind of GPU with one kind of link.
 
     Attributes:
-      hardware: a name in `hardware.ALL`, such as `H200`.
-      link: how GPUs reach each other: `nvlink`, `no-p2p` (through host memory), `two-nodes` (two processes over
-        sockets).
-      measured_on: oldest first; several after files were merged.
-      sections: by the setting's name.
-      elsewhere: operators alone on the same hardware over other links. The profile's file does not contain them.
-      alike: the GPU on which times of source ALIKE were measured; empty without any. Not in the file either.
+      hardware: name of the GPU, such as `H200` (`hardware.gpu_name`).
+      link: one of `hardware.LINKS`.
+      measured_on: machine and software of the measurements, oldest first. A merged profile has several entries.
+      sections: one section for each launch setting, by the setting's name.
+      elsewhere: times of operators that were measured on the same GPU with another link. They are not in the file.
+      alike: name of the GPU on which times with the source ALIKE were measured; empty if there are none. It is not in
+        the file.
     """
 
     hardware: str
@@ -263,7 +268,7 @@ class Profile:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits of the contents. Equal profiles have equal digests on every host, in any order of insertion."""
+        """A hash of the contents, 32 hex digits. It does not depend on the host or on the order of the entries."""
         content = hashlib.blake2b(digest_size=16)
         content.update(repr((self.hardware, self.link, self.measured_on, self.alike)).encode())
         for section in (self.sections[name] for name in sorted(self.sections)):
@@ -275,16 +280,16 @@ class Profile:
         return content.hexdigest()
 
     def section(self, setting: str) -> Section:
-        """The section of `setting`; empty if nothing was measured under it."""
+        """The section of `setting`; an empty section if nothing was measured under this setting."""
         return self.sections.get(setting) or Section(setting)
 
     def with_section(self, section: Section) -> Profile:
-        """A copy with `section` merged into the section of the same setting."""
+        """A copy of the profile, in which `section` is merged into the section of the same setting."""
         merged = self.section(section.setting).merged(section)
         return replace(self, sections={**self.sections, section.setting: merged})
 
     def merged(self, later: Profile) -> Profile:
-        """Both profiles, merged as in `Section.merged`."""
+        """The entries of both profiles. Entries of `later` take precedence, as in `Section.merged`."""
         result = replace(self, measured_on=tuple(dict.fromkeys((*self.measured_on, *later.measured_on))))
         for section in later.sections.values():
             result = result.with_section(section)

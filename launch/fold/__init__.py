@@ -1,1 +1,1 @@
-"""`dhelix fold`: shows how layers and micro-batches are distributed over pipeline stages, and what that costs."""
+"""`dhelix fold`: shows how a pipeline distributes layers and micro-batches over stages, and how long a step takes."""

@@ -1,10 +1,10 @@
 """Chart of a pipeline schedule in the style of DHelix figure 8: time to the right, one row per stage.
 
-A block is one chunk of one micro-batch, labelled with the micro-batch's number. Light is forward, dark is backward. If
-a stage does both in one tick, the pair is an SI block, and forward is above backward. Under the W schedule, a block has
-the colour of its strand: groups of P micro-batches go to alpha and beta in turn, so every SI block holds one
-micro-batch of each strand. Lines follow the first micro-batch of each strand through the stages, forward and then
-backward.
+A block is the work of one chunk on one micro-batch, labelled with the micro-batch's number. Light blocks are forward,
+dark blocks are backward. If a stage goes forward and backward in one tick, both blocks together are an SI block, and
+forward is above backward. With P stages, groups of P micro-batches belong to strands alpha and beta in turn. Under the
+W and DualPipeV schedules, every SI block then holds one micro-batch of each strand, and a block has the colour of its
+strand. Lines follow the first micro-batch of each strand through the stages, forward and then backward.
 
     fold_chart.save(fold_chart.chart(schedule, cell_times(schedule, costs)), "fold.svg")
 """
@@ -24,7 +24,7 @@ from dhelix.launch.shown.figures import FAINT, GREY, INK
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
 
 ALPHA, BETA, NEITHER = "alpha", "beta", "neither"
-COLOURS = {  # forward, backward
+COLOURS = {  # strand -> colours of forward and backward
     ALPHA: (figures.ALPHA_LIGHT, figures.ALPHA),
     BETA: (figures.BETA_LIGHT, figures.BETA),
     NEITHER: (figures.BETA_LIGHT, figures.ALPHA),
@@ -39,14 +39,14 @@ TITLES = {
     "bidirectional": "bidirectional",
 }
 _ROW = 0.9  # height of a row; the distance between rows is 1
-_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # least and largest width; margin for stage names; a block
-_LARGEST, _SMALLEST = 9.0, 4.2  # font sizes in points; smaller numbers are left out
-_EDGE, _WORD = 0.7, 55.0  # points: gap between blocks; least width of a named phase
+_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # inches: least and largest width, margin, block; DPI
+_LARGEST, _SMALLEST = 9.0, 4.2  # font sizes in points; a number that would need a smaller font is left out
+_EDGE, _WORD = 0.7, 55.0  # gap between blocks, and least width of a phase whose name is written, in points
 
 
 @dataclass(frozen=True)
 class Block:
-    """One chunk of one micro-batch. `bottom` and `top`: the part of the stage's row that it fills, from 0 to 1."""
+    """The work of one chunk on one micro-batch. It fills its stage's row from `bottom` to `top`, between 0 and 1."""
 
     stage: int
     start: float
@@ -60,7 +60,7 @@ class Block:
 
     @property
     def y(self) -> tuple[float, float]:
-        """Lower and upper edge. Stage 0 is the top row, centred at 0."""
+        """The lower and upper edge in the chart. The row of stage 0 is at the top, with its centre at 0."""
         return tuple(_ROW * (edge - 0.5) - self.stage for edge in (self.bottom, self.top))  # type: ignore[return-value]
 
     @property
@@ -77,8 +77,8 @@ class FoldChart:
     """The data of a chart.
 
     Attributes:
-      axis: text beneath the time axis.
-      rows: text next to each stage.
+      axis: text under the time axis.
+      rows: text next to the row of each stage.
       phases: name, begin and end of each phase.
       followed: micro-batches whose path through the stages is drawn.
     """
@@ -100,7 +100,7 @@ def chart(schedule: Schedule, times: Times, summary: str = "", axis: str = "time
     """The chart of `schedule`.
 
     Args:
-      times: begin and end of each cell.
+      times: begin and end of each cell (the work of one stage in one tick).
       summary: text under the title.
       axis: text under the time axis.
     """
@@ -120,14 +120,14 @@ def chart(schedule: Schedule, times: Times, summary: str = "", axis: str = "time
 
 
 def span_text(layers: range) -> str:
-    """Layer numbers in words, such as "28-31"."""
+    """A range of layers as text, such as "28-31"."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
 def strands(schedule: Schedule) -> tuple[str, ...]:
-    """The strand of each micro-batch: ALPHA or BETA, by groups of P.
+    """The strand of each micro-batch. With P stages, groups of P micro-batches are ALPHA and BETA in turn.
 
-    NEITHER for all if there is no SI block, or if an SI block would hold one strand twice.
+    If there is no SI block, or if an SI block would hold the same strand twice, all micro-batches are NEITHER.
     """
     stages = schedule.layout.stages
     pairs = [
@@ -149,7 +149,7 @@ def _row(layout: Layout, stage: int) -> str:
 def _blocks(schedule: Schedule, times: Times, strand: Sequence[str]) -> tuple[Block, ...]:
     blocks = []
     for cells, spans in zip(schedule.ticks, times, strict=True):
-        # In lockstep, a stage with half of an SI block takes as long as the others; its other half is wasted work.
+        # In lockstep, a stage with only one half of an SI block takes as long as a stage with a whole SI block.
         mixed = schedule.lockstep and any(c.forward for c in cells) and any(c.backward for c in cells)
         for stage, (cell, (start, end)) in enumerate(zip(cells, spans, strict=True)):
             halves = mixed or (cell.forward is not None and cell.backward is not None)
@@ -162,7 +162,7 @@ def _blocks(schedule: Schedule, times: Times, strand: Sequence[str]) -> tuple[Bl
 
 
 def _phases(blocks: Sequence[Block]) -> tuple[tuple[str, float, float], ...]:
-    """Warm-up ends when the first backward begins; cool-down begins when the last forward ends."""
+    """The phases. Warm-up ends when the first backward begins. Cool-down begins when the last forward ends."""
     first = min(block.start for block in blocks if block.backward)
     last = max(block.end for block in blocks if not block.backward)
     end = max(block.end for block in blocks)
@@ -172,13 +172,13 @@ def _phases(blocks: Sequence[Block]) -> tuple[tuple[str, float, float], ...]:
 
 
 def save(drawn: FoldChart, path: str | Path) -> None:
-    """Draws a chart. Equal charts give equal bytes.
+    """Draws a chart and writes it to a file. Equal charts give equal bytes.
 
     Args:
-      path: ends in .png or .svg.
+      path: the file; its name ends in .png or .svg.
 
     Raises:
-      DhelixError: another ending, matplotlib is missing, or the file cannot be written.
+      DhelixError: the name has another ending, matplotlib is missing, or the file cannot be written.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".svg"):
@@ -212,7 +212,7 @@ def save(drawn: FoldChart, path: str | Path) -> None:
 
 
 def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
-    """`points`: width of one unit of time, in points."""
+    """Draws a chart on an axis where one unit of time is `points` points wide."""
     rows, end = len(drawn.rows), drawn.end
     for stage in range(rows):
         axis.axhspan(-stage - _ROW / 2, -stage + _ROW / 2, color=FAINT, lw=0, zorder=0)
@@ -236,7 +236,7 @@ def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
 
 
 def _draw_blocks(axis: Any, drawn: FoldChart, points: float) -> None:
-    """Draws all blocks of one row and colour at once, since thousands of single blocks are slow."""
+    """Draws the blocks. All blocks of a row and colour are drawn by one call, because a call for each would be slow."""
     rows: dict[tuple[tuple[float, float], str], list[tuple[float, float]]] = {}
     for block in drawn.blocks:
         rows.setdefault((block.y, block.colour), []).append((block.start, block.end - block.start))
@@ -246,21 +246,21 @@ def _draw_blocks(axis: Any, drawn: FoldChart, points: float) -> None:
 
 
 def _write_number(axis: Any, block: Block, points: float, followed: bool) -> None:
-    """Writes the micro-batch's number, as large as the block allows."""
+    """Writes the number of the micro-batch into its block, as large as the block allows."""
     from matplotlib.patheffects import withStroke
 
     text = str(block.microbatch)
     size = min((points * (block.end - block.start) - 1.0) / (0.64 * len(text)), _LARGEST)
     if size < _SMALLEST:
         return
-    # Keeps the line through the block away from the digits.
+    # This outline keeps the line that follows the micro-batch away from the digits.
     effects = [withStroke(linewidth=2.5, foreground=block.colour)] if followed else None
     style = {"color": "white" if block.backward else INK, "fontsize": size, "path_effects": effects}
     axis.text(*block.middle, text, ha="center", va="center_baseline", zorder=5, **style)
 
 
 def _draw_way(axis: Any, blocks: Sequence[Block]) -> None:
-    """Draws a line through the centres of one micro-batch's blocks."""
+    """Draws a line through the centres of `blocks`, all of one micro-batch, in the order of time."""
     from matplotlib.patheffects import withStroke
 
     middles = sorted(block.middle for block in blocks)

@@ -1,9 +1,9 @@
-"""`dhelix fold`: shows which layers are on which pipeline stage, what each stage computes in each tick, and the cost.
+"""`dhelix fold`: shows the layers of each pipeline stage, the work of each stage in each tick, and the step's time.
 
     dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
 
-Layouts and schedules are data (`dhelix.passes.pipeline_fold`), and their costs follow from the costs of a layer. So
-nothing is compiled and nothing runs. docs/guide/pipeline.md explains the fold.
+Layouts and schedules are data (`dhelix.passes.pipeline_fold`), and the time of a step follows from the time of a layer.
+So nothing is compiled, and nothing runs. docs/guide/pipeline.md explains the fold.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dhelix.passes.pipeline_fold import (
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Shows, draws and writes what the flags say. Returns the exit status. Raises DhelixError."""
+    """Runs `dhelix fold` and returns its exit status. Raises DhelixError if the command fails."""
     chosen: dict[str, Any] = values.flag_values_dict()
     target = _json_target(chosen["json"], arguments)
     view = view_of(chosen)
@@ -61,9 +61,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def view_of(chosen: Mapping[str, Any]) -> FoldView:
-    """The schedule that the flags choose, its cost, and the cost of all schedules.
+    """The schedule that the flags choose, its evaluation, and the evaluations of all schedules.
 
-    Raises DhelixError if the chosen schedule does not fit the numbers of layers, stages and micro-batches.
+    Raises:
+      DhelixError: the chosen schedule does not fit the numbers of layers, stages and micro-batches.
     """
     costs = _costs(chosen)
     layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])
@@ -81,8 +82,12 @@ def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
 
 
 def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation) -> dict[str, Evaluation | str]:
-    """All schedules by name, executable ones first: the evaluation, or why it does not fit. `shown`: the chosen
-    one's.
+    """The evaluation of each schedule by name, or the reason why the schedule does not fit.
+
+    Schedules that dhelix can execute come first.
+
+    Args:
+      shown: the evaluation of the chosen schedule.
     """
     layers, stages, count = (chosen[name] for name in ("layers", "stages", "microbatches"))
 
@@ -94,7 +99,7 @@ def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation
 
     def evaluated(name: str) -> Evaluation:
         plain_costs = costs.without_gain()
-        if name == "zbv":  # has no SI blocks, so no gain
+        if name == "zbv":  # this schedule has no SI blocks, so SI gains nothing
             programs = plain = zero_bubble_v(fold_layout(layers, stages), count, costs)
         else:
             programs = plain = bidirectional(layers, stages, count, costs)
@@ -112,7 +117,10 @@ def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation
 
 
 def _json_target(value: str | None, arguments: list[str]) -> str | None:
-    """Where JSON goes: None, "-" for stdout, or a file. With `--json FILE`, FILE is among the arguments."""
+    """Where JSON is written: nowhere (None), to stdout ("-"), or to a file.
+
+    In `--json FILE`, absl takes FILE for a positional argument, so it is looked for in `arguments`.
+    """
     if value == "true" and len(arguments) == 1:
         return arguments[0]
     if arguments:

@@ -1,4 +1,4 @@
-"""The flags of `dhelix fold`, and the text that `--help` prints above them. Imports no jax."""
+"""The flags of `dhelix fold`, and the text that `--help` prints above them. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Times may be in any unit; the defaults are in forward passes of one layer."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags on `values`. The defaults are those of DHelix figure 8 (arXiv 2411.15871)."""
+    """Defines all flags of `dhelix fold` on `values`. The defaults are those of DHelix figure 8 (arXiv 2411.15871)."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     real = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0.0)
     number("layers", 32, "number of layers of the model")
@@ -41,8 +41,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def _define_json(values: flags.FlagValues) -> None:
-    """Defines `--json`: a switch, as in other commands, that may also name a file."""
+    """Defines the flag `--json`. It is a switch, as in the other commands, but may also name a file."""
     words = "print everything as JSON; --json=FILE writes it to that file"
     flag = flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "json", None, words)
-    flag.boolean = True  # tells absl that the value may be left out
+    flag.boolean = True  # so absl accepts the flag without a value
     flags.DEFINE_flag(flag, values)

@@ -1,4 +1,4 @@
-"""Output of `dhelix fold`: JSON for programs, tables for people."""
+"""Output of `dhelix fold`: JSON for scripts, and tables for people."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from dhelix.passes.pipeline_fold.evaluation import Evaluation
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts
 
-_LABEL = 13  # number of terminal columns left of the ticks
+_LABEL = 13  # width of the label left of the ticks, in characters
 
 
 @dataclass(frozen=True)
 class FoldView:
-    """What is shown.
+    """The result of one call of `dhelix fold`.
 
     Attributes:
-      evaluation: what `schedule` costs.
-      compared: evaluations of all schedules by name; for a schedule that does not fit, the reason.
+      schedule: the chosen schedule.
+      evaluation: the evaluation of `schedule`: times, idle time, residuals.
+      compared: evaluations of all schedules by name. A schedule that does not fit has a text with the reason instead.
     """
 
     schedule: Schedule
@@ -34,7 +35,10 @@ class FoldView:
     compared: Mapping[str, Evaluation | str]
 
     def to_json(self) -> dict[str, Any]:
-        """Indices count from 0; times are in the unit of the costs. `ticks` and `residuals` have a list per stage."""
+        """Everything as JSON values. Numbers of layers, stages and micro-batches count from 0.
+
+        Times are in the unit of `costs`. `ticks` and `residuals` hold one list for each stage.
+        """
         schedule, layout = self.schedule, self.schedule.layout
         stages = range(layout.stages)
         return {
@@ -77,7 +81,7 @@ def _ticks(schedule: Schedule, stage: int, say: Callable[[Work], Any]) -> list[d
 
 
 def _numbers(found: Evaluation) -> dict[str, Any]:
-    """The numbers of an evaluation; residuals and parameters for each stage."""
+    """An evaluation as JSON values. Residuals and parameters are lists with one number for each stage."""
     return {
         "step_time": round(float(found.step_time), 6),
         "bubble_fraction": round(float(found.bubble_fraction), 9),
@@ -90,7 +94,7 @@ def _numbers(found: Evaluation) -> dict[str, Any]:
 
 
 def summary(view: FoldView) -> str:
-    """One line: bubble, SI blocks, residual slots."""
+    """A line of text with the bubble, the fraction of SI blocks, and the numbers of residual slots."""
     found = view.evaluation
     parts = [f"bubble {float(found.bubble_fraction):.1%} of a stage's work"]
     if found.co_executed_share:
@@ -101,12 +105,12 @@ def summary(view: FoldView) -> str:
 
 
 def axis(costs: PipelineCosts) -> str:
-    """Text beneath the time axis of a chart."""
+    """The text under the time axis of a chart."""
     return f"time; a layer takes {_times(costs)}"
 
 
 def print_view(view: FoldView, console: Console) -> None:
-    """Prints the layout, the schedule, its costs, and all schedules side by side."""
+    """Prints the layout, the schedule, the time of a step, and a table that compares all schedules."""
     layout = view.schedule.layout
     words = f"{layout.layers} layers on {layout.stages} stages, {view.schedule.microbatches} micro-batches"
     console.print(f"{TITLES[view.schedule.name]}: {words}", style="bold")
@@ -117,7 +121,7 @@ def print_view(view: FoldView, console: Console) -> None:
 
 
 def _print_layout(layout: Layout, console: Console) -> None:
-    """Prints the layers of each stage, chunk by chunk, and how many identity layers pad them."""
+    """Prints the layers of each stage, chunk by chunk, and the number of identity layers that fill up the chunks."""
     table = _table("Layout")
     table.add_column("stage", justify="right")
     for place in range(layout.chunks // layout.stages):
@@ -137,9 +141,10 @@ def _padding(layout: Layout, chunk: int) -> int:
 
 
 def _print_schedule(schedule: Schedule, console: Console) -> None:
-    """Prints a row per stage and a column per tick; forward above backward, as micro-batch.chunk.
+    """Prints a table with a row for each stage and a column for each tick.
 
-    If the terminal is too narrow, ticks in the middle are left out, where a schedule repeats itself.
+    A cell shows the forward work above the backward work, each as micro-batch.chunk. If the terminal is too narrow,
+    ticks in the middle are left out, because there the schedule repeats itself.
     """
     strand, width = strands(schedule), len(f"{schedule.microbatches - 1}.{schedule.layout.chunks - 1}")
     ticks = _fitting(len(schedule.ticks), (console.width - _LABEL) // (width + 1))
@@ -156,7 +161,7 @@ def _print_schedule(schedule: Schedule, console: Console) -> None:
 
 
 def _fitting(count: int, room: int) -> list[int | None]:
-    """The ticks from both ends that fit; None stands for those that are left out."""
+    """The numbers of the ticks that fit into `room` columns. One None stands for all ticks that are left out."""
     if count <= room:
         return list(range(count))
     half = max(room - 1, 2) // 2

@@ -1,9 +1,11 @@
-"""When each cell of a pipeline schedule begins and ends, as `evaluate` times it: the time axis of the chart.
+"""When each cell of a pipeline schedule begins and ends, for the time axis of the chart.
 
-    lockstep        a tick begins when the slowest stage has ended the last tick, and messages have arrived
-    not lockstep    a cell begins when its stage has ended its last cell, and the cell's inputs have arrived
+A cell is the work of one stage in one tick. The times follow the same rules as in `evaluate`:
 
-Embedding and head are left out.
+    lockstep        a tick begins when the slowest stage has ended the previous tick, and messages have arrived
+    not lockstep    a cell begins when its stage has ended its previous cell, and the cell's inputs have arrived
+
+The times of embedding and head are not included.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from dhelix.passes.pipeline_fold.schedule import Cell, Schedule
 from dhelix.passes.pipeline_fold.tasks import Label, PipelineCosts
 from dhelix.passes.pipeline_fold.transfers import transfers
 
-# Begin and end for each tick and stage; meaningless for an idle stage.
+# Begin and end of the cell of each tick and stage. The values of an idle stage have no meaning.
 type Times = Sequence[Sequence[tuple[float, float]]]
 
 
 def cell_times(schedule: Schedule, costs: PipelineCosts) -> Times:
-    """Begin and end of each cell, in the unit of `costs`, from 0."""
+    """The begin and the end of each cell, in the unit of `costs`. The step begins at 0."""
     return _of_lockstep(schedule, costs) if schedule.lockstep else _of_messages(schedule, costs)
 
 
@@ -35,7 +37,11 @@ def _of_lockstep(schedule: Schedule, costs: PipelineCosts) -> Times:
 
 
 def _of_messages(schedule: Schedule, costs: PipelineCosts) -> Times:
-    """One pass suffices: `validate` ensures that every message is sent in an earlier tick than it is read."""
+    """`cell_times` of a schedule that is not lockstep.
+
+    One pass over the ticks is enough, because `validate` ensures that a message is sent in an earlier tick than the
+    tick in which it is read.
+    """
     tasks = [iter(order) for order in programs_of(schedule, costs).orders]
     clock, made, times = [0.0] * len(tasks), dict[Label, tuple[int, float]](), []
     for cells in schedule.ticks:

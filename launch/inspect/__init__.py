@@ -1,1 +1,1 @@
-"""`dhelix inspect`: reads XLA's dumps (files, HLO text of any version, the target) and analyses the step."""
+"""`dhelix inspect`: reads a step that XLA dumped, and shows what its collectives overlap with."""

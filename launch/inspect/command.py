@@ -1,8 +1,8 @@
-"""`dhelix inspect`: shows what each collective of a compiled step is hidden under, what is exposed, what is copied.
+"""`dhelix inspect`: shows what hides each collective of a compiled step, what is exposed, and what is copied.
 
     dhelix inspect DUMP --compare OTHER_DUMP --png timeline.png
 
-From Python, with a compiled step: `inspect_compiled(jax.jit(step).lower(...).compile())`.
+`inspect_compiled(jax.jit(step).lower(...).compile())` does the same from Python.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ ROOFLINE = "roofline"
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Titles for two dumps, which often hold programs of one name: the names of their folders. "" for a single one."""
+    """Titles for the dumps: the last parts of their paths, or the paths if these parts are equal.
+
+    Two dumps often contain programs with the same name, which would make poor titles. A single dump gets the title "".
+    """
     names = [Path(path).absolute().name for path in paths]
     return [""] if len(paths) == 1 else names if len(set(names)) > 1 else list(paths)
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
-    """Inspects one dump or two; prints and writes the results. Raises DhelixError."""
+    """Runs `dhelix inspect`: inspects one dump or two, and prints and writes the results. Raises DhelixError."""
     if len(arguments) != 1:
         raise DhelixError(
             "give one dump to inspect (a file or folder of --xla_dump_to), and a second one with --compare"
@@ -80,17 +83,17 @@ def inspect_compiled(
     profile: str = NONE,
     setting: str = "default",
 ) -> Inspection:
-    """Inspects the result of `jax.jit(step).lower(...).compile()`, also of a deviceless compilation.
+    """Inspects the result of `jax.jit(step).lower(...).compile()`. The compilation may have been deviceless.
 
     Args:
-      hardware: the GPU whose times to estimate, one of `dhelix.profiles.hardware.ALL`; default: the GPU that the step
-        is compiled for.
-      title: of the picture; default: the module's name.
+      hardware: the GPU whose times are used, one of `dhelix.profiles.hardware.ALL`; default: the GPU that the step is
+        compiled for.
+      title: title of the picture; default: the module's name.
       source: name of the step in tables.
-      profile, setting: choose the costs, see `inspect_dump`.
+      profile, setting: choose the costs; see `inspect_dump`.
 
     Raises:
-      DhelixError: the executable has no scheduled HLO, or there is no such hardware.
+      DhelixError: the executable has no scheduled HLO, or `hardware` is unknown.
     """
     module = compiled_module(compiled)
     if not module.is_scheduled:
@@ -110,19 +113,19 @@ def inspect_dump(
     setting: str = "default",
     inter_bandwidth: float = 0.0,
 ) -> Inspection:
-    """Inspects a file or folder of `--xla_dump_to`; `dumps.find_module` chooses the module of a folder.
+    """Inspects a file or a folder that `--xla_dump_to` wrote. `dumps.find_module` chooses the module in a folder.
 
     Args:
-      hardware: the GPU whose times to estimate; default: the GPU that the dump describes (`targets.choose`).
-      title: of the picture.
-      profile: "none": the costs of a roofline; "auto": the costs of a profile if there is one for the hardware and the
-        setting, else of a roofline; or a profile's file.
+      hardware: the GPU whose times are used; default: the GPU that the dump describes (`targets.choose`).
+      title: title of the picture.
+      profile: "none" for the costs of a roofline, or a profile's file for its costs. "auto" takes a profile if there is
+        one for the hardware and the setting, and a roofline otherwise.
       setting: launch setting of the profile.
-      inter_bandwidth: GB/s of each GPU between nodes if nothing was measured there; 0: the usual value.
+      inter_bandwidth: GB/s of each GPU between nodes, for collectives that were not measured; 0: the usual value.
 
     Raises:
-      DhelixError: nothing to read there, no HLO, not scheduled, not well formed, of another backend or of a GPU that
-        nothing describes, no such hardware, or a profile without the setting.
+      DhelixError: the path has no scheduled and valid module, or the module is for another backend or for a GPU that
+        nothing describes, or `hardware` is unknown, or the profile has no such setting.
     """
     found = dumps.read(path)
     gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
@@ -135,7 +138,11 @@ def inspect_dump(
 def _costs(
     module: HloModule, gpu: gpus.Hardware, profile: str, setting: str, inter_bandwidth: float = 0.0
 ) -> tuple[Costs, str]:
-    """Costs, and their source in words. `inter_bandwidth`: bytes per second; 0: the usual value."""
+    """The costs of a module's instructions, and words for the source of these costs.
+
+    Args:
+      inter_bandwidth: bytes per second of each GPU between nodes; 0: the usual value.
+    """
     if profile not in (AUTO, NONE):
         known = storage.load(profile)
     else:
@@ -150,7 +157,7 @@ def _costs(
 
 
 def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
-    """Draws one picture of one or several inspections, on the same time axis."""
+    """Draws the timelines of one or several inspections in one picture, on the same time axis."""
     first = found[0]
     pictures = [first.picture]
     for other in found[1:]:
@@ -161,7 +168,7 @@ def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") 
 
 
 def to_json(found: Sequence[Inspection]) -> str:
-    """A JSON object with the key `inspection`; for two inspections, with `before`, `after` and `gain`."""
+    """The inspections as a JSON object. Its key is `inspection`; for two, its keys are `before`, `after` and `gain`."""
     keys = ("before", "after") if len(found) == 2 else ("inspection",)
     data: dict[str, Any] = {key: i.to_dict() for key, i in zip(keys, found, strict=True)}
     if len(found) == 2:
@@ -172,7 +179,7 @@ def to_json(found: Sequence[Inspection]) -> str:
 
 
 def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | None = None) -> None:
-    """Prints the totals of one inspection or of two side by side, then collectives and copies of each."""
+    """Prints a table of totals, with one column for each inspection, and then the collectives and copies of each."""
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
     for inspection in found:
@@ -221,7 +228,7 @@ def _estimate(found: Sequence[Inspection]) -> str:
 
 
 def _time_unit(found: Sequence[Inspection]) -> Unit:
-    """One unit for all times of a table, so that they are easy to compare."""
+    """The unit for all times of a table. One unit makes the times easy to compare."""
     return time_unit([i.step_ms for i in found])
 
 
@@ -270,7 +277,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
 
 
 def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
-    """Collectives of both steps. Collectives of one kind and size, between as many devices, share a row."""
+    """A table of the collectives of both steps. Collectives with equal kind, size and number of devices share a row."""
     table = Table(title="Collectives of both dumps, largest gain first", title_justify="left", title_style="bold")
     for column in ("collective", "devices", "size"):
         table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
@@ -322,14 +329,14 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
 
 
 def _unknown(inspection: Inspection) -> str:
-    """The unknown targets that take longest, in words."""
+    """The targets of unknown custom calls that take the most time, in words."""
     unit = _time_unit([inspection])
     named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
     return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")
 
 
 def _under(report: CollectiveReport, unit: Unit) -> str:
-    """The three kinds of operators that run longest under a collective."""
+    """The three kinds of operators that run longest under a collective, and their times, as text."""
     kinds: dict[str, float] = {}
     for under in report.under:
         kinds[under.what] = kinds.get(under.what, 0.0) + under.ms

@@ -1,10 +1,11 @@
-"""Finds and reads the scheduled module in the output of `--xla_dump_to`, and the memory that the step needs.
+"""Reads what `--xla_dump_to` wrote: the scheduled module, and the memory that the step needs.
 
-A dump folder holds each module several times: before and after optimizations, and at stages in between. Only the last
-one, `*after_optimizations*`, is scheduled. XLA writes it as text and, with `--xla_dump_hlo_as_proto`, as `.hlo.pb`,
-which any version reads. The buffer assignment in the same folder says how much memory the step needs.
+A dump folder holds each module several times: before and after optimizations, and at stages in between. Only the
+version after all optimizations, `*after_optimizations*`, is scheduled. XLA writes this version as text and, with
+`--xla_dump_hlo_as_proto`, as `.hlo.pb`. Every version of XLA can read `.hlo.pb`. The buffer assignment in the same
+folder says how much memory the step needs.
 
-The format of a file is recognized by its content, not by its name: HLO text or a proto, with or without gzip.
+A file is HLO text or a proto, and may be packed by gzip. The format is recognized by the content, not by the name.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
 _GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
 _ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
-_ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # old dumps add the address
-_ON_HOST = " color 5, "  # XLA's memory space of the host
-_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # every proto has these, and no text
+_ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # old dumps also have the address
+_ON_HOST = " color 5, "  # XLA's number for host memory
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # bytes that every proto contains, and no text
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MLIR_BYTECODE = b"ML\xefR"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one device needs for the step, in bytes.
+    """The memory that one device needs for the step, in bytes.
 
     Attributes:
-      aliased: outputs that live in donated arguments.
-      source: where the numbers come from, for display.
-      host: bytes in the host's memory; the other numbers do not include them.
+      aliased: size of the outputs that are stored in donated arguments.
+      source: words that say where the numbers come from.
+      host: bytes in the host's memory. The other numbers do not include these bytes.
     """
 
     arguments: int
@@ -54,13 +55,13 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Arguments, outputs and temporaries together; aliased memory counts once."""
+        """Arguments, outputs and temporaries together. Aliased memory counts once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 @dataclass(frozen=True)
 class Dump:
-    """A scheduled and verified module, its file, and remarks on reading it."""
+    """A scheduled and verified module, its file, and remarks for the user on how the file was read."""
 
     file: Path
     module: HloModule
@@ -68,10 +69,10 @@ class Dump:
 
 
 def read(path: str | Path) -> Dump:
-    """Reads the scheduled module of a file, or the largest one of a folder.
+    """Reads the scheduled module in the file that `find_module` chooses for `path`.
 
     Raises:
-      DhelixError: nothing to read there, no HLO, not scheduled, or not well formed.
+      DhelixError: the path has no readable HLO, or the module is not scheduled or not valid.
     """
     file = find_module(path)
     module, notes = _read(file)
@@ -90,7 +91,7 @@ def find_module(path: str | Path) -> Path:
     """The file to read: `path` itself, or the largest `*after_optimizations*` module of a folder.
 
     Raises:
-      DhelixError: no such path, or a folder without such a file.
+      DhelixError: the path does not exist, or the folder has no such file.
     """
     path = Path(path)
     if not path.exists():
@@ -103,14 +104,14 @@ def find_module(path: str | Path) -> Path:
         reason = f"holds {other.name} but no *{_AFTER}* file" if other else "holds no HLO dump"
         raise DhelixError(f"{path} {reason}; compile the step with {_HOW}")
     sizes: dict[Path, int] = {}
-    for file in modules:  # text and proto of one module count as one
+    for file in modules:  # the text and the proto of a module have the same stem
         sizes[stem(file)] = max(sizes.get(stem(file), 0), file.stat().st_size)
     largest = max(sizes, key=lambda stem: (sizes[stem], str(stem)))
     return next(file for file in modules if stem(file) == largest)  # .hlo.pb sorts before .txt
 
 
 def read_memory(module_file: Path) -> Memory | None:
-    """Memory by the buffer assignment that XLA writes next to the module; None if there is none."""
+    """The memory according to the buffer assignment that XLA wrote next to the module; None if there is none."""
     path = Path(f"{stem(module_file)}-buffer-assignment.txt")
     if not path.is_file():
         return None
@@ -136,7 +137,7 @@ def read_memory(module_file: Path) -> Memory | None:
 
 
 def memory_of(compiled: Any) -> Memory | None:
-    """Memory of a `jax.stages.Compiled`, by its own analysis; None if its backend has none."""
+    """The memory according to `memory_analysis()` of a `jax.stages.Compiled`; None if the backend cannot tell."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -154,7 +155,7 @@ def memory_of(compiled: Any) -> Memory | None:
 
 
 def stem(path: Path) -> Path:
-    """The path without format endings. All files of one module have the same stem."""
+    """The path without the endings for formats. All files of one module have the same stem."""
     name = path.name.removesuffix(".gz").removesuffix(".txt").removesuffix(".pb").removesuffix(".hlo")
     return path.with_name(name)
 
@@ -206,14 +207,14 @@ def _content(file: Path) -> bytes:
 
 
 def _text(data: bytes) -> str | None:
-    """The text in `data`; None if it is binary."""
+    """`data` decoded as text; None if `data` is binary."""
     if data.startswith(_UTF16):
         return data.decode("utf-16", errors="replace")
     return None if _BINARY.search(data) else data.decode("utf-8-sig", errors="replace")
 
 
 def _why_unreadable(error: str, first_line: int) -> str:
-    """The parser's error in one sentence. XLA's message has several lines, of which only the first helps a user."""
+    """The parser's error in one sentence. XLA's message has several lines, but only the first line helps a user."""
     found = re.search(r"was parsing (\d+):\d+: error: (.*)", error)
     where = f"line {first_line + int(found[1]) - 1}" if found else "some line"
     reason = f" ({found[2].partition('. Allowed attributes')[0]})" if found else ""
@@ -224,7 +225,7 @@ def _why_unreadable(error: str, first_line: int) -> str:
 
 
 def _instead(file: Path) -> str:
-    """What to give instead of a text that cannot be read."""
+    """Advice on which file to give instead of a text that cannot be read."""
     proto = stem(file).with_name(f"{stem(file).name}.hlo.pb")
     if proto != file and proto.is_file() and proto.stat().st_size:
         return f"give {proto.name} in the same folder, which every version reads"
@@ -232,7 +233,7 @@ def _instead(file: Path) -> str:
 
 
 def _scheduled(file: Path) -> str:
-    """What to give instead of a module without a schedule."""
+    """Advice on which file to give instead of a module without a schedule."""
     beside = _scheduled_beside(file)
     if beside:
         return f"give {beside.name} in the same folder"
@@ -242,7 +243,10 @@ def _scheduled(file: Path) -> str:
 
 
 def _scheduled_beside(file: Path) -> Path | None:
-    """The scheduled file of the same module in the same folder. Both names begin like `module_0001.jit_step`."""
+    """The file in the same folder that holds the same module with a schedule, or None.
+
+    The names of both files begin alike, as in `module_0001.jit_step`.
+    """
     module = re.match(r"module_\d+\.[^.]+\.", file.name)
     for other in sorted(file.parent.glob(f"{module[0]}*")) if module else ():
         is_text = other.name.endswith(".txt")

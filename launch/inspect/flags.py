@@ -1,4 +1,4 @@
-"""The flags of `dhelix inspect`, and the text that `--help` prints above them. Imports no jax."""
+"""The flags of `dhelix inspect`, and the text that `--help` prints above them. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO, NONE = "auto", "none"
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags on `values`."""
+    """Defines all flags of `dhelix inspect` on `values`."""
     flags.DEFINE_string("compare", None, "second dump, to compare with the first", flag_values=values)
     flags.DEFINE_enum(
         "hardware",

@@ -1,4 +1,4 @@
-"""Finds HLO modules in text: a dump, a log to which XLA wrote modules, or several dumps in one file.
+"""Finds HLO modules in a text, which may be a dump, a log that contains modules, or several dumps in one file.
 
 A module begins with an `HloModule` line. It ends with its entry computation, because callees come before callers.
 """
@@ -15,7 +15,7 @@ _ENTRY = re.compile(r"^[ \t]*ENTRY[ \t]", re.MULTILINE)
 _BRACES = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|//[^\n]*|[{}]', re.DOTALL)
 _THREAD = re.compile(r'[ \t]*,[ \t]*execution_thread="[^"\n]*"')
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
-_RECOVERY = re.compile(r",\s*origin_recovery_table=\{\n.*?\n\}", re.DOTALL)  # holds modules that the step never runs
+_RECOVERY = re.compile(r",\s*origin_recovery_table=\{\n.*?\n\}", re.DOTALL)  # holds modules that never run
 _LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [^\]\n]*\] ", re.MULTILINE)
 _MLIR = re.compile(r"^\s*(?:#\w+ = |module\b.*\{|func\.func |.*\bstablehlo\.)", re.MULTILINE)
 
@@ -25,10 +25,11 @@ class ModuleText:
     """One module of a text.
 
     Attributes:
-      text: from `HloModule` to the end of the entry computation; if that has no end, to the next module.
-      line: first line, counted from 1.
+      text: text from `HloModule` to the end of the entry computation. If the entry computation has no end, the text
+        reaches to the next module.
+      line: number of the first line, counted from 1.
       is_whole: whether the entry computation has an end.
-      after: first line behind the module whose text belongs to no module; 0 if there is none.
+      after: number of the first line after the module that belongs to no module; 0 if there is no such line.
     """
 
     name: str
@@ -47,7 +48,7 @@ def find_modules(text: str) -> list[ModuleText]:
     """The modules of a text, in order.
 
     Raises:
-      DhelixError: there is no module; the message says what the text is instead.
+      DhelixError: there is no module. The message says what kind of text it is instead.
     """
     text = _RECOVERY.sub(lambda table: "\n" * table[0].count("\n"), text)
     if not _START.search(text):
@@ -64,7 +65,7 @@ def find_modules(text: str) -> list[ModuleText]:
 
 
 def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
-    """The largest complete and scheduled module, and notes on other modules and on text around it."""
+    """The largest complete and scheduled module, and notes on other modules and on text after the module."""
     best = max(modules, key=lambda m: (m.is_whole, m.is_scheduled, len(m.text)))
     notes = []
     if len(modules) > 1:
@@ -81,7 +82,7 @@ def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
 
 def _module(name: str, is_scheduled: bool, text: str, line: int) -> ModuleText:
     end = _end(text)
-    if end is None:  # without an entry, XLA takes the last computation
+    if end is None:  # if no computation is marked as the entry, XLA takes the last one
         is_whole = not _ENTRY.search(text) and _COMMENT.sub("", text).rstrip().endswith("}")
         return ModuleText(name, text, line, is_scheduled, is_whole, 0)
     rest = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text[end:])
@@ -91,12 +92,12 @@ def _module(name: str, is_scheduled: bool, text: str, line: int) -> ModuleText:
 
 
 def _end(text: str) -> int | None:
-    """Where the entry computation ends; None if it has no end."""
+    """The position at which the entry computation ends; None if it has no end."""
     entry = _ENTRY.search(text)
     depth, is_body = 0, False
     for token in _BRACES.finditer(text, entry.end()) if entry else ():
         if token[0] == "{":
-            # In `f32[8]{0}` the brace begins a layout; in `main {` and `-> f32[8]{0} {` the last one begins the body.
+            # The brace in `f32[8]{0}` begins a layout. The last brace in `main {` and `-> f32[8]{0} {` begins the body.
             is_body = is_body or (depth == 0 and text[token.start() - 1].isspace())
             depth += 1
         elif token[0] == "}":

@@ -1,7 +1,8 @@
-"""Analyses a scheduled module: what runs under each collective, what is exposed, what is copied.
+"""Analyses a scheduled module: what runs under each collective, what is exposed, and what is copied.
 
-Times are estimates: `dhelix.passes.evaluation.timeline` simulates the schedule with the costs of a profile or of a
-roofline, and nothing is measured. Use them to compare two programs for the same hardware, and to see what takes time.
+Times are estimates. `dhelix.passes.evaluation.timeline` simulates the schedule with the costs of a profile or of a
+roofline, and nothing is measured. The estimates serve to compare two programs for the same hardware, and to see what
+takes the most time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _LANES = {
 
 @dataclass(frozen=True)
 class Under:
-    """An operator that computes while a collective runs; milliseconds of one execution of the collective."""
+    """An operator that runs under a collective. `ms` is the time of overlap in one execution of the collective."""
 
     instruction: str
     what: str
@@ -58,18 +59,18 @@ class Under:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """One collective, message or host transfer of the program. Milliseconds are of all its executions in a step.
+    """A collective, a message or a host transfer of the program. Times are sums over all its executions in a step.
 
     Attributes:
-      kind: HLO's name of a collective; `send`, `recv` or `send/recv`; `copy to host` or `copy from host`.
-      bytes: the whole buffer on one device: after a gather, or before a reduction. If the instruction combines several
-        collectives, their sum.
-      devices: size of the largest group.
-      groups: how many groups communicate at the same time; pairs of a permute or a message.
-      part: alpha, beta, forward, backward or other, by its name in the user's program.
-      executions: in a step; 0 if the estimate leaves it out, as `notes` say.
-      alone_ms: time with nothing overlapping; the estimated time is `hidden_ms + exposed_ms`.
-      notes: remarks, such as an unknown trip count or number of devices.
+      kind: HLO's name of the collective; `send`, `recv` or `send/recv`; `copy to host` or `copy from host`.
+      bytes: size of the whole buffer on one device: after a gather, or before a reduction. If XLA combined several
+        collectives, this is the sum of their sizes.
+      devices: number of devices in the largest group.
+      groups: number of groups that communicate at the same time. In a permute or a message, a group is a pair.
+      part: alpha, beta, forward, backward or other, according to the op name.
+      executions: number of executions in a step; 0 if the estimate leaves the collective out, as `notes` say.
+      alone_ms: time without overlap. The time with overlap is `hidden_ms + exposed_ms`.
+      notes: remarks for the user, for example on an unknown trip count or number of devices.
     """
 
     instruction: str
@@ -89,12 +90,12 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class UnknownKernel:
-    """All custom calls of one target that the cost model does not know. Their times follow from the bytes they move.
+    """All custom calls with the same target, which the cost model does not know. Times follow from the bytes moved.
 
     Attributes:
-      instructions: how many instructions.
-      executions: how often a step runs them, all together.
-      bytes: read and written by all executions.
+      instructions: number of these custom calls in the program.
+      executions: number of executions in a step, of all these custom calls together.
+      bytes: number of bytes that all executions read and write.
     """
 
     target: str
@@ -120,19 +121,19 @@ class CopyReport:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A step as its schedule describes it. Milliseconds of a step, all of them estimates.
+    """The analysis of a step. All times are estimates for one step, in milliseconds.
 
     Attributes:
-      slow_down_ms: what compute loses by overlapping with collectives; contained in `compute_ms`.
-      idle_ms: pauses between kernels; `compute_ms + exposed_ms + idle_ms` is `step_ms`.
-      communication_alone_ms: what the collectives would take with nothing overlapping.
-      communication_ms: what they take, hidden and exposed.
-      host_ms: the part of `communication_ms` that transfers to and from the host's memory take.
-      collectives: most exposed first; includes messages and host transfers.
-      unknown: kernels of unknown custom calls, longest first.
-      copies: longest first; only inside loops, only buffers of LARGE bytes or more.
-      memory: of one device; None if unknown.
-      parts: the components of the step's time; not in the JSON.
+      slow_down_ms: time that compute loses because collectives run at the same time. `compute_ms` includes this time.
+      idle_ms: pauses between kernels. `step_ms` is the sum `compute_ms + exposed_ms + idle_ms`.
+      communication_alone_ms: time that the collectives would take without overlap.
+      communication_ms: time that the collectives take in the step, hidden and exposed.
+      host_ms: the part of `communication_ms` that is spent on transfers to and from the host's memory.
+      collectives: collectives, messages and host transfers, most exposed first.
+      unknown: unknown custom calls, longest total time first.
+      copies: copies inside loops of buffers of LARGE bytes or more, longest total time first.
+      memory: memory of one device; None if unknown.
+      parts: the parts of the step's time; not in the JSON.
       picture: the timeline; not in the JSON.
     """
 
@@ -164,7 +165,7 @@ class Inspection:
 
     @property
     def unknown_kernels(self) -> int:
-        """How many instructions are unknown custom calls."""
+        """Number of instructions that are unknown custom calls."""
         return sum(u.instructions for u in self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,14 +188,14 @@ def inspect_module(
     notes: tuple[str, ...] = (),
     overlaps: bool = True,
 ) -> Inspection:
-    """Simulates a scheduled module and reports what it shows.
+    """Simulates a scheduled module and analyses the timeline.
 
     Args:
-      costs: of the module's instructions.
-      cost_model: where the costs come from, for display.
-      source: where the module comes from, for display.
-      title: of the picture; default: the module's name.
-      overlaps: whether the device overlaps collectives with compute; CPUs do not, and their pictures say so.
+      costs: costs of the module's instructions.
+      cost_model: words that say where the costs come from.
+      source: words that say where the module comes from.
+      title: title of the picture; default: the module's name.
+      overlaps: whether the device can run collectives and compute at once. If not, as on CPUs, the picture says so.
     """
     hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
@@ -253,9 +254,14 @@ def _collective(
     hardware: Hardware,
     instructions: dict[str, Instruction],
 ) -> CollectiveReport:
-    """`time`: None if the timeline does not run it: in a shorter branch, or in a loop without iterations."""
+    """The report on the collective that `instruction` starts.
+
+    Args:
+      time: its time; None if the simulation does not run it, because it is in a branch of a conditional that is not
+        the longest, or in a loop without iterations.
+    """
     found = communicates(instruction)
-    assert found is not None  # callers select instructions that communicate
+    assert found is not None  # callers pass only instructions that communicate
     together = (found, *found.others) if isinstance(found, Collective) else (found,)
     place, notes = places[instruction.computation], ()
     count, under = 0, ()
@@ -295,7 +301,7 @@ def _devices(found: Collective | Transfer, hardware: Hardware) -> int:
 
 
 def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKernel, ...]:
-    """Unknown custom calls of a step, by target."""
+    """The unknown custom calls of a step, one entry for each target."""
     found: dict[str, UnknownKernel] = {}
     for computation, place in places.items():
         for instruction in sequence_of(computation):
@@ -342,7 +348,7 @@ def _bars(
 
 
 def _expanded(timeline: Timeline, offset: float) -> Iterator[tuple[Interval, float]]:
-    """Every interval with its start in the step. Loop bodies are repeated for each iteration."""
+    """Yields every interval of the step with its start. The intervals of a loop body appear once for each iteration."""
     for interval in timeline.intervals:
         start = offset + interval.start
         if interval.body is None:
@@ -383,7 +389,7 @@ def _summary(inspection: Inspection, overlaps: bool) -> str:
 
 
 def unknown_text(inspection: Inspection) -> str:
-    """How many kernels are unknown custom calls, in words; "" if there are none."""
+    """The number of unknown custom calls in words; "" if there are none."""
     count = inspection.unknown_kernels
     if not count:
         return ""

@@ -1,4 +1,4 @@
-"""Small repairs that make HLO text of other XLA versions readable to this version's parser.
+"""Small repairs of HLO text from other XLA versions, so that the parser of this XLA version can read the text.
 
     custom-call(p), api_version=API_VERSION_UNSPECIFIED    left out: it is the default
     f8e4m3b11[]                                            f8e4m3b11fnuz, its new name
@@ -7,8 +7,9 @@
     parameter(0), sharding={mesh[x=8], [{x}]}              does not parse, and only informs: left out and reported
     f32[32768,32768] constant({...})                       read without its 4 GiB, which the text does not hold
 
-This XLA does not know an unexpected attribute, and neither does the cost model. The parser names the attribute and its
-place. The repair removes it from all instructions of that opcode.
+An attribute is unexpected if this XLA version does not know it. The cost model does not know such an attribute either.
+The parser's message names the attribute and the line. The repair removes the attribute from all instructions with the
+same opcode.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from dhelix.passes.hlo import HloModule, Instruction, schema
 _SPELLINGS = (
     (re.compile(r", api_version=API_VERSION_UNSPECIFIED\b"), ""),
     (re.compile(r"\bf8e4m3b11(?=\[)"), "f8e4m3b11fnuz"),
-    (re.compile(r", async_group_id=\d+"), ""),  # on `custom-call-start`, it crashes the parser's process
+    (re.compile(r", async_group_id=\d+"), ""),  # would crash the parser's process at `custom-call-start`
 )
 _UNEXPECTED = re.compile(r'was parsing (\d+):\d+: error: unexpected attribute "([\w.\-]+)"')
 _UNPARSED = re.compile(r"was parsing (\d+):\d+: error: error parsing attribute ([\w.\-]+)")
-_INFORM = frozenset(("sharding", "origin", "metadata", "statistics"))  # no time, size or order depends on these
+_INFORM = frozenset(("sharding", "origin", "metadata", "statistics"))  # do not change times, sizes or the order
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
-_ROUNDS = 60  # number of attributes to remove before giving up
+_ROUNDS = 60  # largest number of attributes to remove
 
 _LARGE = 2**22  # elements
 _ELIDED = re.compile(r"(= \w+\[([\d,]+)\]\S*) constant\(\{\.\.\.\}\)")
@@ -39,7 +40,7 @@ _STAND_IN = "dhelix_elided_constant"
 
 @dataclass(frozen=True)
 class Repaired:
-    """A module, and the attributes that were left out to read it, in words."""
+    """A module, and words for the attributes that were removed to read it."""
 
     module: HloModule
     left_out: tuple[str, ...]
@@ -49,7 +50,8 @@ def read(text: str) -> Repaired:
     """Parses the text of one module.
 
     Raises:
-      DhelixError: no repair helps; with XLA's message. `ParserStopped` if the parser aborted.
+      ParserStopped: XLA's parser aborted its process.
+      DhelixError: no repair helps. The message is XLA's.
     """
     for pattern, word in _SPELLINGS:
         text = pattern.sub(word, text)
@@ -72,13 +74,15 @@ def read(text: str) -> Repaired:
 
 
 def _without_refused(text: str, error: str) -> tuple[str, str]:
-    """Removes the attribute that XLA's message is about.
+    """Removes the attribute that XLA's message names.
 
-    Only instructions of that opcode lose the attribute, since other opcodes may need one of that name. Metadata
-    attributes are the same for all opcodes, so all instructions lose them.
+    Only instructions with the opcode in the message lose the attribute, because other opcodes may need an attribute
+    with the same name. An attribute inside the metadata is removed from all instructions, because all opcodes have the
+    same metadata.
 
     Returns:
-      The text, and what was removed; the same text and "" if the message names no attribute that can be removed.
+      The text without the attribute, and words for what was removed. If the message names no attribute that can be
+      removed, the unchanged text and "".
     """
     found = _UNEXPECTED.search(error)
     if not found:
@@ -96,7 +100,7 @@ def _without_refused(text: str, error: str) -> tuple[str, str]:
 
 
 def _opcode(line: str) -> str:
-    """The opcode in an instruction's line; empty for other lines."""
+    """The opcode in an instruction's line; empty if the line holds no instruction."""
     _, equals, right = line.partition(" = ")
     found = _OPCODE.search(f" {right}") if equals else None
     return found[1] if found else ""
@@ -117,7 +121,10 @@ def _without(line: str, name: str) -> str:
 
 
 def _without_value(constant: re.Match[str]) -> str:
-    """A stand-in for a large elided constant. XLA would fill the constant with zeros, in its full size."""
+    """The text of a custom call that stands in for a large constant whose value was elided.
+
+    XLA would make a constant of the full size, filled with zeros. A small constant is not replaced.
+    """
     if math.prod(map(int, constant[2].split(","))) < _LARGE:
         return constant[0]
     return f'{constant[1]} custom-call(), custom_call_target="{_STAND_IN}"'
@@ -132,7 +139,7 @@ def _with_constants(module: HloModule) -> HloModule:
 
 
 def _make_constant(instruction: Instruction) -> None:
-    """Turns a stand-in into a constant without a literal, as XLA itself writes it after dropping a literal."""
+    """Turns a stand-in into a constant without a literal. XLA writes such a constant when it drops a literal."""
     own = instruction.proto
     kept = {"name": own.name, "shape": own.shape, "id": own.id, "metadata": own.metadata}
     own.CopyFrom(schema.InstructionProto(opcode="constant", **kept))

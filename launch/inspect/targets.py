@@ -1,12 +1,13 @@
-"""Says what a dumped module was compiled for, and which hardware's times apply.
+"""Finds out what a dumped module was compiled for, and chooses the GPU whose times are used.
 
-    gpu_target_config.pbtxt names a GPU that `hardware.py` describes    that GPU
-    it describes another GPU (cores, clock, memory)                     a description made from it, and a note
+XLA writes `*.gpu_target_config.pbtxt`, the target description, next to a module that it compiles for a GPU.
+
+    what the dump says                                                  GPU whose times are used
+    the target description names a GPU that `hardware.py` describes     that GPU
+    the target description describes another GPU                        a description made from it, and a note
     the file's name has the compute capability alone, sm_9.0a           a GPU of that capability, and a note
     no information, or compiled for CPU                                 an H200, and a note
     another backend: TPU, ROCm                                          refused, unless the user names a GPU
-
-XLA writes `*.gpu_target_config.pbtxt` next to a module that it compiles for a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from dhelix.profiles.hardware import Hardware
 DEFAULT = hardware.H200
 _SAY = "name another GPU with --hardware"
 ASK = f"which dhelix does not know; choose a GPU for the times with --hardware: {', '.join(hardware.GPUS)}"
-_ALIKE = 0.15  # relative difference of nominal and reported memory: GB or GiB, and the driver's part
+_ALIKE = 0.15  # nominal and reported memory may differ by this fraction (GB or GiB, and memory that the driver takes)
 
-# Compute capability -> the GPU to assume if only the capability is known, and the GPUs that have the capability.
+# Compute capability -> the GPU to assume if only the capability is known, and words for all GPUs with the capability.
 _OF_CAPABILITY: dict[tuple[int, int], tuple[Hardware, str]] = {
     (8, 0): (hardware.A100, "A100 and A800"),
     (8, 6): (hardware.A40, "A40, A10 and others"),
@@ -34,10 +35,10 @@ _OF_CAPABILITY: dict[tuple[int, int], tuple[Hardware, str]] = {
     (9, 0): (hardware.H200, "H100 and H200"),
     (10, 0): (hardware.B200, "B200 and GB200"),
 }
-# Dense bf16 operations per multiprocessor and clock: peak / (cores * boost clock) of NVIDIA's data sheets.
+# Dense bf16 operations per multiprocessor and clock cycle: peak / (cores * boost clock), from NVIDIA's data sheets.
 _OPERATIONS = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192,
                (10, 3): 8192, (12, 0): 1024}  # fmt: skip
-_NVLINK = {7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}  # bytes per second, link and direction, by major capability
+_NVLINK = {7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}  # bytes per second of a link in one direction, by major capability
 _REACHED = 330 / 450  # fraction of NVLink's bandwidth that NCCL reaches, on H100
 _FIELD = re.compile(r'(\w+):\s*(?:"([^"]*)"|([^\s{}"]+))')
 
@@ -48,9 +49,9 @@ class Target:
 
     Attributes:
       backend: GPU, CPU, TPU or ROCm.
-      gpu: the dump's name for the GPU; empty if the dump does not say.
-      hardware: the hardware whose times apply; None if the dump says nothing, or nothing describes `gpu`.
-      notes: where `hardware` comes from, if a reader must know.
+      gpu: name of the GPU in the dump; empty if the dump does not name a GPU.
+      hardware: the GPU whose times are used; None if the dump does not say enough, or if nothing describes `gpu`.
+      notes: sentences on where `hardware` comes from, if the user must know it.
     """
 
     backend: str = "GPU"
@@ -60,7 +61,7 @@ class Target:
 
 
 def read(file: Path, module: HloModule) -> Target:
-    """The target of a dumped module, by the target description, the file's name, and the module's content."""
+    """The target of a dumped module, according to the target description, the file's name and the module's content."""
     backend = _backend(file, module)
     if backend != "GPU":
         return Target(backend)
@@ -79,13 +80,13 @@ def read(file: Path, module: HloModule) -> Target:
 
 
 def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hardware, tuple[str, ...]]:
-    """The hardware whose times to use, and what a reader must know about that choice.
+    """The GPU whose times are used, and notes on this choice for the user.
 
     Args:
-      chosen: the user's choice, which always counts.
+      chosen: the GPU that the user has named, which is always taken; None if the user has named none.
 
     Raises:
-      DhelixError: nothing is chosen, and the module is for another backend or for a GPU that nothing describes.
+      DhelixError: the user has named no GPU, and the module is for another backend or for a GPU that nothing describes.
     """
     target = read(file, module)
     name = _a(chosen or DEFAULT)
@@ -110,7 +111,7 @@ def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hard
 
 
 def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
-    """Hardware for devices that JAX calls `kind`, and a note if the times are of other hardware."""
+    """The GPU whose times are used for devices that JAX calls `kind`, and a note if this is another GPU."""
     gpu = hardware.ALL.get(hardware.gpu_name(kind))
     if gpu is not None:
         return gpu, ()
@@ -118,7 +119,7 @@ def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
 
 
 def _a(gpu: Hardware) -> str:
-    """The GPU's name, with its article."""
+    """The name of the GPU with "a" or "an" before it."""
     return f"{'an' if gpu.name[0] in 'AHLR' else 'a'} {gpu.name}"
 
 
@@ -150,7 +151,7 @@ def _description(file: Path) -> str:
 
 
 def _fields(description: str) -> dict[str, str]:
-    """Fields of a protobuf text message, without nesting. If a name occurs twice, the first value counts."""
+    """All fields in a protobuf text message, also nested ones. If a name occurs twice, the first value counts."""
     lines = [line for line in description.splitlines() if not line.lstrip().startswith("#")]
     found: dict[str, str] = {}
     for name, text, word in _FIELD.findall("\n".join(lines)):
@@ -171,12 +172,16 @@ def _described(description: str) -> Target:
 
 
 def _is_card(gpu: Hardware, name: str) -> bool:
-    """Whether the chip is the same: `A100` may mean the 80 GB card or `A100-40GB`, and the memory tells which."""
+    """Whether `name` may mean this GPU. `A100` may mean the 80 GB card or `A100-40GB`, which have the same chip."""
     return gpu.name == name or re.fullmatch(rf"{re.escape(name)}-\d+GB", gpu.name) is not None
 
 
 def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> Target:
-    """A description of a GPU from what XLA knew of it. The rest is taken from H100 if it has NVLink, else from A40."""
+    """A target whose hardware is made from the numbers in the target description.
+
+    Other values are those of an H100 if the GPU has NVLink, else those of an A40. If a number is missing, the target
+    has no hardware.
+    """
     block = re.search(r"cuda_compute_capability\s*\{([^}]*)\}", description)
     version = _fields(block[1]) if block else {}
     capability = int(_number(version, "major")), int(_number(version, "minor"))
@@ -186,7 +191,7 @@ def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> 
     words = kind or f"a GPU of compute capability {'.'.join(map(str, capability))}"
     if not (cores and clock and bandwidth and memory and operations):
         return Target(gpu=words)
-    if name in hardware.ALL:  # a part of a known GPU, or one with other memory
+    if name in hardware.ALL:  # the GPU is a part of a known GPU, or has another memory size
         name = f"{name}-{memory / 1e9:.0f}GB"
     peak = cores * clock * 1e9 * operations / (2 if "GeForce" in kind else 1)
     links = _number(fields, "active_links") * _NVLINK.get(capability[0], 0.0)
@@ -201,7 +206,7 @@ def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> 
 
 
 def _number(fields: dict[str, str], name: str) -> float:
-    """The field as a number; 0 if it is missing or no number."""
+    """The value of a field as a number; 0 if the field is missing or no number."""
     try:
         return float(fields.get(name, 0))
     except ValueError:

@@ -1,1 +1,1 @@
-"""`dhelix plan`: decides without a GPU which operators of the two strands run together, and shows the plan."""
+"""`dhelix plan`: decides without a GPU which operators of the two strands run together, and prints this plan."""

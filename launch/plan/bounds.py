@@ -1,10 +1,10 @@
-"""Lower bounds on the time of a plan's bodies in any order: `dhelix plan --bound`.
+"""Lower bounds on the time that a plan's bodies take in any order, for `dhelix plan --bound`.
 
     list(bounds(candidate))  # [BodyBound("layers of both strands", 15, 0.0123, 0.0121), ...]
 
-Each body that the plan orders becomes an exact model (`passes/ordering/exact/`). With the same costs, no legal order of
-the body takes less than the model's bound. The bound is about orders only: another program, or other costs, may be
-faster.
+A body is a computation that the plan orders. `passes/ordering/exact/` computes a lower bound for each body: with the
+same costs, no legal order of the body takes less time. The bound holds for this program and these costs only. Another
+program may be faster.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dhelix.passes.ordering.exact.order import TooLargeError, exact_order
 from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.plans.plan_operators import PlanOperators
 
-_EFFORT = 30.0  # CP-SAT's deterministic time per body, roughly seconds
+_EFFORT = 30.0  # limit of CP-SAT's deterministic time per body, roughly in seconds
 
 
 @dataclass(frozen=True)
 class BodyBound:
-    """One body of a plan.
+    """The lower bound for one body of a plan.
 
     Attributes:
       runs: how often a step runs the body.
-      seconds: one run in the plan's order, evaluated by itself.
-      bound: seconds that every order takes at least; None if the body is too large for the model.
-      why: why there is no bound.
+      seconds: predicted time of one run in the plan's order.
+      bound: every order takes at least this many seconds; None if the body is too large for the solver.
+      why: the reason why `bound` is None; empty if there is a bound.
     """
 
     name: str
@@ -44,17 +44,17 @@ class BodyBound:
 
     @property
     def left(self) -> float:
-        """Seconds per step that other orders of this body can save at most."""
+        """The most that another order of this body can save, in seconds per step; 0 without a bound."""
         return 0.0 if self.bound is None else self.runs * (self.seconds - self.bound)
 
     def to_json(self) -> dict[str, Any]:
-        """Microseconds of one run; `bound_us` is null without a bound."""
+        """The times of one run in microseconds, as JSON values. `bound_us` is null if there is no bound."""
         bound = None if self.bound is None else microseconds(self.bound)
         return {"body": self.name, "runs": self.runs, "order_us": microseconds(self.seconds), "bound_us": bound}
 
 
 def bounds(candidate: Candidate) -> Iterator[BodyBound]:
-    """Bounds the bodies that the plan orders, one after another. Raises DhelixError if OR-tools is missing."""
+    """Computes a bound for each body of the plan, one after the other. Raises DhelixError if OR-tools is missing."""
     found = dict[str, tuple[Computation, int]]()
     for computation, runs in executions(candidate.module).items():
         fingerprint = PlanOperators(computation, candidate.costs.operator_keys).fingerprint
@@ -78,7 +78,7 @@ def _bound(candidate: Candidate, memory: Memory, name: str, computation: Computa
 
 
 def in_words(found: Sequence[BodyBound], step_seconds: float) -> list[str]:
-    """A line for each body, and one line for all together."""
+    """A line of text for each body, and a line about all bodies together."""
     lines = []
     for body in found:
         of = f"{body.name} ({body.runs:,} x {1e6 * body.seconds:,.0f} µs)"

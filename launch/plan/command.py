@@ -1,10 +1,11 @@
-"""`dhelix plan`: decides without a GPU which operators of the two strands run together, under which launch setting.
+"""`dhelix plan`: decides without a GPU which operators of the two strands run together, and under which launch setting.
 
     dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
 
-The step is compiled for GPUs that this machine need not have, with the recorded autotuner results of those GPUs.
-Operators and pairs of operators cost what the profile says. Each launch setting gets a plan. The plan with the shortest
-predicted step is shown and written. docs/guide/plan.md explains how to read, edit and use it.
+The step is compiled for GPUs that this machine need not have, with recorded autotuner results of these GPUs. The
+profile says how long operators and pairs of operators take. The command makes at least one plan for each launch
+setting. It shows and writes the plan with the shortest predicted step. docs/guide/plan.md explains how to read, edit
+and use a plan.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.step.options import StepOptions
 
 _ORDERING = ("dp", "list")  # schedules that order two strands
-_AGAIN = 2  # how often a plan is made again if the compiler finds it over the limit
+_AGAIN = 2  # a plan that needs more memory than allowed is made again at most this many times
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Makes a plan, or with --trace says what a plan's segments took. Returns the exit status. Raises DhelixError."""
+    """Makes a plan; with --trace, shows the measured times of a plan. Returns the exit status. Raises DhelixError."""
     chosen = values.flag_values_dict()
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     if chosen["trace"]:
@@ -69,7 +70,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
     if not chosen["verbose"]:
-        logging.set_verbosity(logging.ERROR)  # the headline and the table say it too, e.g. guesses
+        logging.set_verbosity(logging.ERROR)  # the headline and the table say the same, for example about guesses
     view = _make(chosen, arguments, console)
     if chosen["out"]:
         plan_files.save(view.best.plan, chosen["out"])
@@ -78,7 +79,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if not chosen["json"]:
         plan_tables.print_view(view, console, chosen["top"])
     _say_written(console, chosen["out"], chosen["picture"])
-    if chosen["bound"]:  # takes longest, so the plan is shown and written before
+    if chosen["bound"]:  # bounds take longest, so the plan is shown and written before them
         view = replace(view, bounds=_bounds(view.best, console))
         for line in plan_bounds.in_words(view.bounds, view.best.seconds) if not chosen["json"] else ():
             say(console, line)
@@ -191,13 +192,13 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
 
 
 def _order_options(chosen: dict[str, Any]) -> StepOptions:
-    """The options of the step that concern the order. Raises DhelixError for values that mean nothing."""
+    """The options of the step that concern the order of operators. Raises DhelixError if a value is invalid."""
     names = ("schedule", "memory_limit", "max_in_flight")
     return StepOptions(**{name: chosen[name] for name in names if chosen[name] is not None})
 
 
 def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:
-    """Gain of the best candidate over the program `before`, each in its own order."""
+    """How much faster the best candidate is than the program `before`. Each is predicted in its own order."""
     costs = models[best.plan.target.setting].costs()
     return Gain(
         step_parts(HloModule.from_bytes(before.module), costs),
@@ -211,10 +212,10 @@ def _candidates(
     work: _Work,
     console: Console,
 ) -> list[Candidate]:
-    """The plans that keep within the limit.
+    """The plans that `find` makes for `programs`, without programs that have no plan within the memory limit.
 
     Raises:
-      OverLimitError: there is none; the error names the smallest limit that would do.
+      OverLimitError: no program has a plan within the limit. The error names the smallest sufficient limit.
     """
     found: list[Candidate] = []
     refused: list[OverLimitError] = []
@@ -238,20 +239,20 @@ def _confirmed(
     work: _Work,
     console: Console,
 ) -> tuple[list[Candidate], Candidate, Memory]:
-    """The fastest plan that keeps within the limit by the compiler's count, too.
+    """Chooses the fastest plan that needs no more memory than the limit when the compiler assigns its buffers.
 
-    The compiler may leave more free between buffers than in XLA's order. A plan that is over the limit because of this
-    is made `again`, at most twice, with as much memory left free.
+    In a plan's order, the compiler may leave larger gaps between buffers than in XLA's order. A plan that exceeds the
+    limit because of these gaps is made again (by `again`), at most twice. The new search allows for gaps of this size.
 
     Returns:
-      The candidates, with remade plans in place of the originals; the chosen candidate; its memory.
+      All candidates, where a plan that was made again replaces the original; the chosen candidate; its memory.
 
     Raises:
-      OverLimitError: as `_candidates`.
+      OverLimitError: no plan keeps within the limit. The error names the smallest sufficient limit.
     """
     waiting: list[tuple[Candidate, tuple[MemoryLimit, ...]]] = [(candidate, (limit,)) for candidate in candidates]
     refused: list[OverLimitError] = []
-    given: list[Candidate] = []  # refused, and not replaced by a remade plan
+    given: list[Candidate] = []  # over the limit, and not made again
     while waiting:
         candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
         target = candidate.program.target
@@ -273,10 +274,10 @@ def _confirmed(
 def _with_alternatives(
     options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
 ) -> list[tuple[CostModel, Program]]:
-    """Pairs each model with the step as it is, and with forms of the step that may be faster.
+    """Pairs of a cost model and a program: each model with the step as it is, and with forms that may be faster.
 
-    These forms decompose some collectives, compute chains from a gather to a scatter in row parts, or reduce gradients
-    at the end instead of layer by layer.
+    A form decomposes some collectives, or computes the chains from a gather to a scatter in parts of the rows, or
+    reduces gradients at the end of the step instead of layer by layer.
     """
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
     programs = {whole.collectives: whole}
@@ -293,7 +294,7 @@ def _with_alternatives(
 
 
 def _alternatives(whole: Program, model: CostModel) -> list[CollectivesSection]:
-    """The replacements of collectives to try. The step as it is comes first."""
+    """The forms of the step to try with a cost model. The first form is the step as it is."""
     faster = exchange.faster(HloModule.from_bytes(whole.module), model)
     pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
     found = itertools.product(dict.fromkeys([(), faster]), (0, RowPartition.parts) if pays else (0,))
@@ -306,7 +307,7 @@ def _apart(skew: int) -> str:
 
 
 def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
-    """GPUs per node; 0: the usual number. `gpus`: GPUs of the step."""
+    """Number of GPUs per node for a step on `gpus` GPUs; 0 stands for the usual number."""
     per_node = chosen["gpus_per_node"] or (gpus // 2 if chosen["link"] == "two-nodes" else 0)
     if per_node and gpus > per_node and gpus % per_node:
         raise DhelixError(f"{gpus} GPUs do not fill nodes of {per_node}: change --gpus_per_node or --mesh")
@@ -314,7 +315,7 @@ def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
 
 
 def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Console) -> list[CostModel]:
-    """The cost model of each launch setting that is asked for."""
+    """A cost model for each launch setting in --settings, or for each setting of the profile."""
     profile = _profile(chosen, gpu)
     wanted = chosen["settings"] or [name for name in SETTINGS if name in profile.sections]
     if line := alike.told(profile, wanted):
@@ -346,7 +347,7 @@ def _profile(chosen: dict[str, Any], gpu: str) -> Profile:
 
 
 class _Work:
-    """Runs long tasks and shows the progress."""
+    """Runs long tasks one after the other and shows the progress."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._progress, self._done = Progress(console, 0, total, "plan"), 0
@@ -359,7 +360,7 @@ class _Work:
         self._progress.__exit__()
 
     def do[**P, T](self, words: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls `function`, then shows `words` to say that it is done."""
+        """Calls `function`, then shows `words`, and returns the result of the function."""
         result = function(*args, **kwargs)
         self._done += 1
         self._progress.update(self._done, words)

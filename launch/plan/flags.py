@@ -1,4 +1,4 @@
-"""The flags of `dhelix plan`, and the text that `--help` prints above them. Imports no jax."""
+"""The flags of `dhelix plan`, and the text that `--help` prints above them. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags on `values`; the flags of the step are those of `dhelix train`."""
+    """Defines all flags of `dhelix plan` on `values`. `step_flags` defines the flags that describe the step."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)

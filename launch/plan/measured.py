@@ -1,9 +1,9 @@
-"""`dhelix plan PLAN --trace DIR`: measured times of a plan's segments, next to the predicted ones.
+"""`dhelix plan PLAN --trace DIR`: shows measured times of a plan's segments next to the predicted times.
 
     dhelix train --plan plan.json --trace traces ...
     dhelix plan plan.json --trace traces --out measured.json
 
-The trace holds the program, so this needs neither a GPU nor the step.
+The trace contains the program, so the command needs neither a GPU nor the code of the step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dhelix.runtime.profiling.measured_plan import Measured
 
 
 def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console) -> None:
-    """Reads a plan and the trace of a run with it, and prints both times.
+    """Reads a plan and a trace of a run with this plan, and prints the predicted and the measured times.
 
     Args:
       plan: the plan's file.
       folder: folder of the trace.
-      out: file for the plan with measured times, or None.
+      out: file to which the plan with its measured times is written, or None.
       as_json: whether to print JSON instead of tables.
 
     Raises:
@@ -46,7 +46,7 @@ def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console
 
 
 def _json(measured: Measured) -> dict[str, Any]:
-    """Times in microseconds: of one run in `bodies`, else of one step."""
+    """All results as JSON values. Times are in microseconds: of one run in `bodies`, and of one step elsewhere."""
     plan, report, steps = measured.plan, measured.report, measured.steps
     return {
         "program": plan.program,
@@ -114,5 +114,5 @@ def _taken(body: PlanBody) -> bool:
 
 
 def _errors(body: PlanBody) -> Sequence[float]:
-    """Relative errors of the predicted times of the segments."""
+    """The relative errors of the predicted times, for each segment with a measured time."""
     return [abs(s.predicted_us - s.measured_us) / s.measured_us for s in body.segments if s.measured_us]

@@ -1,10 +1,11 @@
-"""Picture of a pairing in the style of DHelix figure 10: one iteration before and after, with segments as columns.
+"""Draws which operators of the two strands run together, in the style of DHelix figure 10.
 
-Time runs to the right. All times are simulated; nothing ran. The upper panel shows one iteration of each layer loop of
-the plain step; for a dump, the planned iteration in the dump's order. The lower panel shows one iteration of the plan's
-first body, on the same axis. There strand alpha is above strand beta. Each strand has a row for compute and a row for
-communication, so blocks above one another run at the same time. Hatching shows the slow-down: the time that a block
-takes longer than alone. Red shows exposed communication, during which nothing computes.
+Time runs to the right. All times are simulated; nothing ran. The upper panel shows the step before planning: one
+iteration of each layer loop of the plain step. For a dump, it shows the plan's first body in the dump's order. The
+lower panel shows one iteration of the plan's first body in the plan's order. It has the same time axis, and segments
+are columns. Strand alpha is above strand beta. Each strand has a row for compute and a row for communication, so blocks
+above one another run at the same time. The hatched part of a block is the extra time that the operator takes because of
+overlap. Red shows exposed communication, during which nothing computes.
 
     plan_picture.save_png(plan_picture.picture(candidate, plain), "plan.png")
 """
@@ -45,25 +46,25 @@ _ROW_NAMES = {
 _COLOURS = {"alpha": ALPHA, "beta": BETA}
 _LIGHT = {"alpha": figures.ALPHA_LIGHT, "beta": figures.BETA_LIGHT}  # operators that only move memory
 _PART_STRAND = {"backward": "alpha", "forward": "beta"}
-_MOST_SEGMENTS = 16  # more are not readable side by side
+_MOST_SEGMENTS = 16  # more segments would not be readable side by side
 _INCHES, _DPI = 16.0, 140
 _ROW_INCHES = {2: 1.15, 4: 2.55}  # height of a panel, by its number of rows
 _HALF = {"compute": 0.46, "send": 0.38}  # half of a block's height, in rows
 _CHARACTER = 0.0041  # width of a label's character, as a fraction of the panel
-_VISIBLE = 0.0025  # narrowest part of a block that is drawn, as a fraction of the panel
-_UPRIGHT = 11  # longest upright label, in characters
+_VISIBLE = 0.0025  # smallest width of a part of a block that is drawn, as a fraction of the panel's width
+_UPRIGHT = 11  # length of the longest label that is written upright, in characters
 _WORDS = {"attention backward": "attention bwd", **figures.SHORT}
 
 
 @dataclass(frozen=True)
 class Block:
-    """One operator. Times in microseconds.
+    """A block in the picture: one execution of an operator. Times are in microseconds.
 
     Attributes:
-      shape: sizes of a product, or bytes of a collective.
-      alone: its time with nothing overlapping.
-      sends: whether it communicates.
-      light: whether it only moves memory.
+      shape: the sizes of a product or the bytes of a collective, as text.
+      alone: the operator's time while nothing else runs.
+      sends: whether the operator communicates.
+      light: whether the operator only moves memory.
     """
 
     strand: str
@@ -78,11 +79,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Panel:
-    """One iteration, or several side by side. Times in microseconds.
+    """A panel of the picture: one iteration, or several side by side. Times are in microseconds.
 
     Attributes:
       rows: keys of _ROW_NAMES, from top to bottom.
-      marks: begin and name of each part; the last part ends at `end`.
+      marks: the time at which each part of the panel begins, and the part's name. The last part ends at `end`.
     """
 
     heading: str
@@ -99,7 +100,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class PlanPicture:
-    """The panels before and after."""
+    """The data of a picture: the panel before planning and the panel after it."""
 
     title: str
     summary: str
@@ -107,11 +108,11 @@ class PlanPicture:
 
 
 def picture(candidate: Candidate, plain: Program | None = None, gain: Gain | None = None) -> PlanPicture:
-    """One iteration of the plan's first body, below the same work before. Of a long body, only the middle is drawn.
+    """The picture of a candidate. If the plan's first body is long, the lower panel shows only its middle.
 
     Args:
-      plain: the plain step; None: the upper panel shows the planned program in its original order.
-      gain: gain of the whole step; the picture itself shows only loops.
+      plain: the plain step for the upper panel; None: the upper panel shows the planned program in its original order.
+      gain: gain of the whole step, for the title.
 
     Raises:
       DhelixError: the plan has no body.
@@ -152,7 +153,7 @@ def _planned(candidate: Candidate) -> Panel:
 
 
 def _original(candidate: Candidate) -> Panel:
-    """The plan's first body in the dump's order."""
+    """The upper panel for a dump: the plan's first body in the dump's order."""
     module = HloModule.from_bytes(candidate.program.module)
     costs, computation = settled(module, candidate.costs), _computation(candidate, module)
     timeline = evaluate(module.schedule[computation], costs)
@@ -162,7 +163,7 @@ def _original(candidate: Candidate) -> Panel:
 
 
 def _plain(plain: Program, candidate: Candidate) -> Panel:
-    """One iteration of each layer loop of the plain step, in the step's order."""
+    """The upper panel for a preset: one iteration of each layer loop of the plain step, in XLA's order."""
     module = HloModule.from_bytes(plain.module)
     costs = settled(module, candidate.costs)
     computations = {i.name: c for c in module.computations for i in c.instructions}
@@ -187,7 +188,7 @@ def _heading(when: str, runs: int, timeline: Timeline) -> str:
 
 
 def _computation(candidate: Candidate, module: HloModule) -> Computation:
-    """The computation of the plan's first body."""
+    """The computation in `module` that is the plan's first body."""
     wanted, keys = candidate.plan.bodies[0].fingerprint, candidate.costs.operator_keys
     return next(c for c in module.schedule if PlanOperators(c, keys).fingerprint == wanted)
 
@@ -200,8 +201,11 @@ def _names(computation: Computation, costs: Costs) -> dict[str, str]:
 def _blocks(
     timeline: Timeline, computation: Computation, names: dict[str, str], costs: Costs, offset: float = 0.0
 ) -> Iterator[Block]:
-    """`names`: names of instructions, beginning with the strand if there is one. Else the direction gives the
-    strand.
+    """The blocks of one iteration, shifted by `offset` microseconds.
+
+    Args:
+      names: readable names of the instructions. If a name does not begin with a strand, forward counts as beta and
+        all other parts of the step as alpha.
     """
     parts = {i.name: (i, part) for i, part in parts_of(computation)}
     for interval in timeline.intervals:
@@ -284,7 +288,7 @@ def _draw_block(axis: Any, block: Block, middle: float, busy: list[Interval], sp
     if block.sends:
         axis.axvspan(block.start, block.end, color=HIDDEN, alpha=0.13, lw=0, zorder=1)
         for begin, end in subtract([(block.start, block.end)], busy):
-            if end - begin > _VISIBLE * span:  # skips the pauses between kernels
+            if end - begin > _VISIBLE * span:  # the pauses between kernels are not drawn
                 red = {"facecolor": EXPOSED, "lw": 0.0, "zorder": 2}
                 axis.add_patch(Rectangle((begin, middle - half), end - begin, 2 * half, **red))
     longer = length - block.alone
@@ -295,7 +299,7 @@ def _draw_block(axis: Any, block: Block, middle: float, busy: list[Interval], sp
 
 
 def _write(axis: Any, block: Block, middle: float, span: float) -> None:
-    """Writes label and shape left of the hatching. A narrow block gets the label alone, upright, or nothing."""
+    """Writes the label and the shape of a block left of its hatching, or as much of them as fits."""
     words, kind = [block.label], block.label.rstrip("0123456789 ")
     if kind in _WORDS:
         words.append(_WORDS[kind] + block.label[len(kind) :])
@@ -316,7 +320,7 @@ def _write(axis: Any, block: Block, middle: float, span: float) -> None:
 
 
 def _folded(shape: str, width: int) -> list[str]:
-    """A shape in lines of at most `width` characters, broken before ×; [] if that takes more than three lines."""
+    """A shape as lines of at most `width` characters, broken before ×; [] if it needs more than three lines."""
     lines: list[str] = []
     for part in shape.replace("×", " ×").split(" ") if "×" in shape else filter(None, [shape]):
         if lines and len(lines[-1] + part) <= width:

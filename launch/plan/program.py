@@ -1,12 +1,12 @@
-"""The programs that `dhelix plan` plans: steps as the compiler hands them to the last passes, and their memory.
+"""The programs for which `dhelix plan` makes plans. They are scheduled steps before `strand_interleave` orders them.
 
     plain = of_preset(replace(options, plain=True))
     step = of_preset(options)                       # strands interleaved, in XLA's order
     parts = of_preset(options, CollectivesSection(row_parts=2), like=step)   # chains of products in two parts
     memory = confirmed(options, plan)               # compiled again, in the plan's order
 
-Nothing runs and no GPU is needed. Modules are recorded where `strand_interleave` orders them in the compiler. So a plan
-that is made here fits the program there.
+Nothing runs, and no GPU is needed. A hook in the compiler records a module at the point where `strand_interleave`
+orders modules. So a plan for the recorded module also fits the module in a training run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dhelix.runtime.step.pass_lists import alternatives, planned_passes, strand_
 
 _NAME = "jit_train_step"
 REDUCED = CollectivesSection(reduced=1)
-"""Gradients are reduced layer by layer wherever possible."""
+"""The form of the step in which gradients are reduced layer by layer wherever possible."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Program:
     """A step in XLA's order.
 
     Attributes:
-      name: for display.
+      name: the step in words, for messages and tables.
       module: the scheduled module, serialized.
-      gpus: how many GPUs it runs on.
+      gpus: number of GPUs that the step runs on.
       hardware: see `CompiledStep`.
-      memory: of one GPU, in XLA's order; None if a dump does not say.
+      memory: the memory that the step needs on one GPU; None if a dump does not say it.
       collectives: which collectives are replaced, and by what.
-      skew: number of layers between the strands.
+      skew: number of layers by which the strands are apart.
       before: the module at `Stage.PRE_SCHEDULER`, before fusion, serialized; None for a dump.
       notes: see `CompiledStep`.
     """
@@ -68,12 +68,12 @@ class Program:
 
     @property
     def target(self) -> str:
-        """The deviceless target, as `of_preset` takes it."""
+        """The name of the GPU as `of_preset` takes it: one of `deviceless.targets()`."""
         return self.hardware.lower()
 
 
 def of_dump(path: str | Path, gpu: str | None = None) -> Program:
-    """The step in a file or folder of `--xla_dump_to`, unchanged. Raises DhelixError: see `profile_step.of_dump`."""
+    """The step in a file or folder that `--xla_dump_to` wrote. Raises DhelixError as `profile_step.of_dump` does."""
     step = profile_step.of_dump(path, gpu)
     memory = dumps.read_memory(dumps.find_module(path))
     return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory, notes=step.notes)
@@ -89,14 +89,16 @@ def of_preset(
     """The step that `dhelix train` runs with these options, plain or with interleaved strands.
 
     Args:
-      collectives: replacements to make. `Program.collectives` says whether any gradients are reduced.
+      collectives: replacements of collectives to make. In the result, `Program.collectives.reduced` says whether any
+        gradients are reduced layer by layer.
       target: one of `deviceless.targets()`.
-      skew: number of layers between the strands.
-      like: a step with the same arguments. Memory is then estimated from `like`'s by live ranges, and the compiler
-        makes no code, which takes much less time.
+      skew: number of layers by which the strands are apart.
+      like: a step with the same arguments, or None. With `like`, the compiler generates no code, which saves much time.
+        The memory is then estimated from the memory of `like` and from the live ranges of both steps.
 
     Raises:
-      DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
+      DhelixError: the options contradict each other, or there are no strands to interleave, or the GPU compiler (extra
+        `compile`) is not installed.
     """
     structure = *strand_passes(skew), *alternatives(collectives)
     passes = () if options.plain else structure
@@ -109,13 +111,13 @@ def of_preset(
 
 
 def confirmed(options: trainer.Options, plan: Plan, target: str = profile_step.TARGET) -> Memory:
-    """Memory of the step in the order of `plan`, by the compiler's count.
+    """The memory that the step needs in the order of `plan`, according to the compiler.
 
     Raises:
       DhelixError: the plan cannot be carried out.
     """
     found = _compile(options, planned_passes(plan, sys.maxsize), target, strict=False)
-    assert found.report is not None  # there are passes, hence a report
+    assert found.report is not None  # a step with passes has a report
     done = found.report[PlannedOrder.name]
     if done.outcome not in (CHANGED, UNCHANGED):
         raise DhelixError(f"the plan does not fit the step that it was made for: {'; '.join(map(str, done.notes))}")
@@ -136,7 +138,7 @@ def _compile(
 ) -> _Compiled:
     training, batch = profile_step.deviceless_training(options, target)
     example = training.abstract_state(), training.abstract_batch(batch)
-    if isinstance(training, PipelinedTraining):  # a pipeline already has its strands
+    if isinstance(training, PipelinedTraining):  # the schedule of a pipeline already makes the strands
         passes = [one for one in passes if one.stage is not Stage.LOWERED]
     chosen = StepOptions(passes=passes, strict=strict) if passes else StepOptions()
     step: Any = trainer.make_step(training, not passes, chosen)
@@ -146,7 +148,7 @@ def _compile(
         known = None if like is None or like.memory is None else tuned.scheduled(lowered)
         if known is None:
             memory = dumps.memory_of(tuned.compile(lowered))
-            assert memory is not None  # the GPU compiler always counts memory
+            assert memory is not None  # the GPU compiler always says how much memory a step needs
         else:
             assert like is not None and like.memory is not None
             memory = _memory_by(like.memory, live_bytes(known) - live_bytes(like.module))
@@ -155,7 +157,7 @@ def _compile(
 
 
 def live_bytes(module: bytes) -> int:
-    """Bytes that live at once besides the arguments, in the order of a scheduled module."""
+    """The most bytes, arguments not included, that are live at one time in the order of a scheduled module."""
     return memory_need.of_module(HloModule.from_bytes(module)).beside
 
 
@@ -165,6 +167,6 @@ def _memory_by(like: Memory, more: int) -> Memory:
 
 @contextlib.contextmanager
 def _recorded(modules: dict[Stage, bytes]) -> Iterator[None]:
-    """Records in `modules` the module of each stage, after the step's own passes, for compilations inside."""
+    """A context in which each compilation stores its module of each stage in `modules`, after the step's passes."""
     with registration.temporary_hook(modules.__setitem__, _NAME):
         yield

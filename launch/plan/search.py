@@ -1,10 +1,10 @@
-"""Plans of one step under several launch settings, and which of them is predicted to be fastest.
+"""Makes plans for one step under several launch settings, and predicts the step's time with each plan.
 
     candidates = [search(program, model, options, limit) for model in models]
     best = min(candidates, key=Candidate.rank)
 
-The predictions of a candidate simulate the order that results from its plan, not the order that the search found. The
-two may differ: a plan names operators, and the instructions that travel with an operator may move.
+The search finds an order of instructions, and a plan describes this order by operators only. When the plan is carried
+out, small instructions may therefore come at other places. A candidate's predictions are for the order of the plan.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import default_passes
 
 _DECOMPOSED = 1.01
-"""Factor on the predicted time of plans with all-to-alls. They must gain 1 %, because pauses between kernels grow.
-Chosen by measurement (docs/research_log.md).
+"""Factor on the predicted time of a plan with all-to-alls. Such a plan is chosen only if it is at least 1 % faster,
+because it has longer pauses between kernels. The factor was chosen by measurements (docs/research_log.md).
 """
 
 
 _REDUCED = 1.005
-"""Factor on the predicted time of plans with gradients in many pieces: they must gain 0.5 %. Chosen by measurement
-(docs/research_log.md).
+"""Factor on the predicted time of a plan that reduces gradients layer by layer. Such a plan is chosen only if it is at
+least 0.5 % faster. The factor was chosen by measurements (docs/research_log.md).
 """
 
 
@@ -57,8 +57,8 @@ class Candidate:
       program: the step that the plan is for.
       module: the step in the plan's order.
       timeline: simulation of `module`.
-      seconds_xla: time of the step in XLA's order.
-      bytes, bytes_xla: estimated memory besides the arguments, in the plan's and in XLA's order.
+      seconds_xla: predicted time of the step in XLA's order.
+      bytes, bytes_xla: estimated memory, arguments not included, in the plan's order and in XLA's order.
       solve_seconds: duration of the search.
     """
 
@@ -77,13 +77,16 @@ class Candidate:
         return self.timeline.seconds
 
     def rank(self) -> float:
-        """Predicted seconds, with a surcharge for all-to-alls and for gradients reduced layer by layer."""
+        """Predicted seconds times the factors _DECOMPOSED and _REDUCED, where they apply. The lowest rank is best."""
         instead = self.plan.collectives
         all_to_alls = any(exchange.INSTEAD[key.kind] == "all-to-all" for key in instead.decomposed)
         return self.seconds * (_DECOMPOSED if all_to_alls else 1.0) * (_REDUCED if instead.reduced else 1.0)
 
     def with_memory(self, counted: Counted) -> Candidate:
-        """Raises the plan's memory limit to the compiler's count, which may exceed the live ranges."""
+        """The candidate with a memory limit of at least `counted`, the compiler's count.
+
+        The plan's own limit comes from live ranges, which do not include the gaps between buffers.
+        """
         order = self.plan.order
         if not order.memory_limit or counted.peak <= order.memory_limit:
             return self
@@ -91,12 +94,12 @@ class Candidate:
 
     @cached_property
     def step_time(self) -> StepTime:
-        """The step's operators and collectives, each alone, one after the other."""
+        """The times of the step's operators and collectives without overlap."""
         return predict(self.module, self.costs)
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Every instruction that takes time, by its name."""
+        """The place of every instruction that takes time, by the instruction's name."""
         found: dict[str, Place] = {}
         wanted = {body.fingerprint: body for body in self.plan.bodies}
         for computation, runs in executions(self.module).items():
@@ -111,9 +114,9 @@ class Candidate:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """Each collective of the step as JSON values, most time first; microseconds of one execution.
+        """The collectives of the step as JSON values, longest total time first. Times are of one execution.
 
-        Collectives of like computations share a row if they take the same time.
+        Equal collectives of different computations share a row if their times are equal.
         """
         rows: list[dict[str, Any]] = []
         for time_of in self.timeline.collectives:
@@ -147,12 +150,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an instruction is.
+    """Where an instruction is in a step.
 
     Attributes:
-      name: its name in a plan.
-      body: its computation, in words.
-      runs: how often a step runs that computation.
+      name: the instruction's name in a plan.
+      body: the instruction's computation, in words.
+      runs: how often a step runs this computation.
     """
 
     instruction: Instruction
@@ -163,12 +166,13 @@ class Place:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Memory that a step may need on one GPU, arguments included, by the compiler's count.
+    """The memory that a step may need on one GPU, by the compiler's count. Arguments are included.
 
     Attributes:
-      bytes: the limit; None: what XLA's order needs, plus 3 %.
+      bytes: the limit; None: 3 % more than XLA's order needs.
       given: whether the user set the limit.
-      gaps: bytes between buffers, which live ranges do not count; None: as many as in XLA's order.
+      gaps: assumed size of the gaps between buffers, in bytes, which live ranges do not include; None: the gaps are as
+        large as in XLA's order.
     """
 
     bytes: int | None
@@ -177,27 +181,31 @@ class MemoryLimit:
 
     @classmethod
     def of(cls, given: int | None, plain: Program | None) -> MemoryLimit:
-        """The user's limit, or 3 % more than the plain step needs (DHelix section 6, arXiv 2411.15871)."""
+        """The limit `given` by the user, or 3 % more than `plain` needs (DHelix section 6, arXiv 2411.15871)."""
         if given is not None:
             return cls(given, given=True)
         return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + MEMORY_SLACK)))
 
     def with_gaps_of(self, candidate: Candidate, memory: Counted) -> MemoryLimit:
-        """The limit with the gaps that the compiler left in the candidate's order; `memory` is its count."""
+        """This limit, with gaps as large as the compiler left them in the candidate's order.
+
+        Args:
+          memory: the memory of the candidate, by the compiler's count.
+        """
         return replace(self, gaps=max(memory.peak - memory.arguments - candidate.bytes, 0))
 
     def gaps_of(self, program: Program) -> int:
-        """Bytes that the compiler counts beyond live ranges."""
+        """Size of the gaps between buffers, in bytes: the memory that the compiler counts and live ranges do not."""
         if self.gaps is not None or program.memory is None:
             return self.gaps or 0
         beside = program.memory.peak - program.memory.arguments
         return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
 
     def of_program(self, program: Program) -> int | None:
-        """The limit in bytes for a scheduler, whose estimates leave out the gaps between buffers; None for the default.
+        """The limit in bytes for the search, which counts memory by live ranges; None: the default of the search.
 
         Raises:
-          DhelixError: the user gave a limit, and a dump does not say how much memory its arguments take.
+          DhelixError: the user gave a limit, but the dump does not say how much memory its arguments take.
         """
         if program.memory is None and self.given:
             raise DhelixError(
@@ -212,7 +220,7 @@ class MemoryLimit:
 
 
 class OverLimitError(DhelixError):
-    """No order of a program keeps within the limit. `needed`: bytes on a GPU that would do."""
+    """No order of a program keeps within the memory limit. `needed` is the smallest sufficient limit in bytes."""
 
     def __init__(self, program: Program, limit: MemoryLimit, needed: int):
         allowed = "memory" if limit.bytes is None else f"--memory_limit={bytes_option(limit.bytes)}"
@@ -226,13 +234,13 @@ class OverLimitError(DhelixError):
 
 
 def search(program: Program, model: CostModel, options: StepOptions, limit: MemoryLimit) -> Candidate:
-    """The plan that a schedule gives with these costs.
+    """Searches for a fast order of a program with the costs of `model`, and returns it as a candidate.
 
     Args:
-      options: name the schedule, and limit the collectives in flight.
+      options: name the algorithm (`schedule`), and limit the number of collectives in flight.
 
     Raises:
-      OverLimitError: no order fits the limit; the message names a limit that would do.
+      OverLimitError: the search found no order within the limit. The message names a sufficient limit.
     """
     memory_limit = limit.of_program(program)
     try:
@@ -244,7 +252,7 @@ def search(program: Program, model: CostModel, options: StepOptions, limit: Memo
 
 
 def _search(program: Program, model: CostModel, options: StepOptions, memory_limit: int | None) -> Candidate:
-    """`memory_limit`: bytes, arguments included; None: what XLA's order needs, plus 3 %."""
+    """`search` with a limit in bytes, counted by live ranges, arguments included; None: 3 % more than XLA's order."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     original = dict(module.schedule)
     before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
@@ -268,7 +276,7 @@ def _search(program: Program, model: CostModel, options: StepOptions, memory_lim
 
 
 def played(program: Program, model: CostModel) -> float:
-    """Simulated seconds of the step in XLA's order."""
+    """The predicted time of a program in XLA's order, in seconds."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     return simulate_module(module, costs.hardware, costs).seconds
 

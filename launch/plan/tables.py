@@ -1,4 +1,4 @@
-"""Output of `dhelix plan`: JSON for programs, tables for people."""
+"""Output of `dhelix plan`: JSON for scripts, and tables for people."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.plans.plan import Plan, PlanBody, PlanSegment
 from dhelix.profiles.hardware import LINKS, describe
 
-_LONGEST = 3  # number of operators beneath a collective that a row names
+_LONGEST = 3  # a row names at most this many operators that run beneath its collective
 
 
 @dataclass(frozen=True)
 class PlanView:
-    """The result of one call.
+    """The result of one call of `dhelix plan`.
 
     Attributes:
-      best: the chosen one of `candidates`.
-      candidates: one for each launch setting and form of the program.
-      gain: of the best one over the plain step under the same launch setting; for a dump, over the dump's order.
-      plain: the plain step; None for a dump, which is planned as it is.
-      plain_seconds: time of the plain step by launch setting.
-      memory: of the planned step, by the compiler's count.
-      bounds: of the best one's bodies, if requested.
+      best: the chosen candidate.
+      candidates: one candidate for each launch setting and form of the step.
+      gain: how much faster the best candidate is than the plain step under the same launch setting. For a dump, the
+        comparison is with the dump's order.
+      plain: the plain step; None for a dump, because a dump contains one program only.
+      plain_seconds: predicted time of the plain step, by launch setting; None for a dump.
+      memory: the memory that the planned step needs, by the compiler's count; None if a dump does not say it.
+      limit: the memory limit.
+      bounds: bounds of the bodies of the best candidate, if requested.
     """
 
     best: Candidate
@@ -49,11 +51,14 @@ class PlanView:
 
     @property
     def plain_memory(self) -> Memory | None:
-        """Memory of the plain step, by the compiler's count."""
+        """The memory that the plain step needs, by the compiler's count; None if it is unknown."""
         return self.plain and self.plain.memory
 
     def to_json(self) -> dict[str, Any]:
-        """Microseconds of one step; in `collectives` of one execution. Memory in bytes on one GPU."""
+        """Everything as JSON values. Memory is in bytes on one GPU.
+
+        Times are in microseconds, of one execution in `collectives` and of one step elsewhere.
+        """
         plan, target = self.best.plan, self.best.plan.target
         return {
             "program": plan.program,
@@ -104,7 +109,7 @@ class PlanView:
 
 
 def print_view(view: PlanView, console: Console, top: int) -> None:
-    """Prints all settings side by side, the best one's collectives, and the segments of its first body."""
+    """Prints all candidates, then the best candidate's collectives and the segments of its first body."""
     best = view.best
     target = best.plan.target
     say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, not run:")
@@ -136,8 +141,9 @@ def _headline(view: PlanView) -> list[str]:
 
 
 def _settings(view: PlanView) -> Table:
-    """A row for each candidate, the chosen one first and bold. Leaves out structure columns that are empty in all
-    rows.
+    """A table with a row for each candidate. The best candidate is the first row, in bold.
+
+    A column of _STRUCTURE is left out if it would be empty in every row.
     """
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
     candidates = sorted(view.candidates, key=lambda candidate: (candidate is not view.best, candidate.rank()))
@@ -185,7 +191,7 @@ _STRUCTURE: dict[str, Callable[[Plan], object]] = {
 
 
 def _structure(plan: Plan) -> dict[str, Any]:
-    """The choices in which plans of one step differ, as JSON values."""
+    """The form of the step that a plan is for, as JSON values."""
     instead = plan.collectives
     decomposed = list(map(str, instead.decomposed))
     return {
@@ -220,7 +226,7 @@ def _collectives(view: PlanView, top: int) -> Table:
 
 
 def segments(body: PlanBody) -> Table:
-    """Which operators run together and how long that takes; with measured times if the plan has them."""
+    """A table of a body's segments: their operators and predicted times, and measured times if the plan has them."""
     measured = any(segment.measured_us is not None for segment in body.segments)
     took = "" if body.measured_us is None else f", measured {body.measured_us:,.0f} µs"
     title = f"Operators that run together: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs{took}"
@@ -240,7 +246,7 @@ def segments(body: PlanBody) -> Table:
 
 
 def _strand(segment: PlanSegment, strand: str) -> str:
-    """The operators of `strand`. Operators without a strand count as alpha."""
+    """The operators of `strand` in a segment, as text. Operators without a strand count as alpha."""
     mine = [name for name in segment.run if name.startswith("beta ") == (strand == "beta")]
     return ", ".join(name.removeprefix(f"{strand} ") for name in mine)
 
@@ -278,4 +284,4 @@ def _start(best: Candidate) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{round(1e3 * seconds, 1) + 0.0:,.1f} ms"  # never -0.0
+    return f"{round(1e3 * seconds, 1) + 0.0:,.1f} ms"  # + 0.0 turns -0.0 into 0.0

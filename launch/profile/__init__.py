@@ -1,1 +1,1 @@
-"""`dhelix profile`: costs of a step's operators and collectives: measured, or looked up if there is no GPU."""
+"""`dhelix profile`: shows the times of a step's operators and collectives. On GPUs, it measures missing times."""

@@ -1,11 +1,11 @@
-"""`dhelix profile`: measures what one train step's operators, collectives and pairs cost, and stores it in a file.
+"""`dhelix profile`: measures the times of a train step's operators, collectives and pairs, and stores them in a file.
 
     dhelix profile --preset llama-8b --layers 4 --mesh tp=4 --settings default,connections1 --heat_map pairs.png
 
-Each launch setting gets its own process (`dhelix.launch.profile.processes`), which measures what the file lacks for the
-step. The process writes every batch of results into the file: an interrupted run loses nothing, and the same command
-continues it. Then tables show what is known of the step. Without a GPU nothing is measured, and the command says what
-it would measure. docs/guide/profile.md explains the numbers.
+Each launch setting gets its own process (`dhelix.launch.profile.processes`). The process measures the times of the step
+that the file lacks, and writes every batch of results into the file. So an interrupted run loses nothing, and the same
+command continues it. At the end, tables show everything that is known about the step. Without a GPU, the command
+measures nothing and says what it would measure. docs/guide/profile.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.profiling import collective_tables, operator_bases
 from dhelix.runtime.profiling.session import Step, Wanted
 
-_DEFAULT_GPUS = 4  # assumed if there are none and no step says how many
+_DEFAULT_GPUS = 4  # number of GPUs to assume if the machine has none and no step is given
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Measures what is missing, or says what would be measured. Returns the exit status. Raises DhelixError."""
+    """Runs `dhelix profile` and returns its exit status. Raises DhelixError if the command fails."""
     chosen = values.flag_values_dict()
     _check(chosen, arguments)
     deviceless.prepare_environment()
@@ -79,11 +79,11 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 _GO_ON = "{path} holds what was measured, and the same command continues from there."
 
-# ---- the three modes: each returns the job, and the function that does it
+# ---- the three modes: each returns the job, and a function that carries the job out
 
 
 def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """Without GPUs, or with --explain: says what would be measured."""
+    """The mode without GPUs, or with --explain: the command only says what it would measure."""
     step = _step(chosen, arguments, chosen["hardware"], console)
     gpu = chosen["hardware"] or (step.hardware if step else DEFAULT_GPU)
     job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
@@ -104,7 +104,7 @@ def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tup
 
 
 def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """With --recorded: takes measurements from another profile."""
+    """The mode with --recorded: measurements come from another profile."""
     record = storage.load(chosen["recorded"])
     step = _step(chosen, arguments, record.hardware, console)
     assert step is not None  # _check requires one
@@ -125,7 +125,7 @@ def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console)
 
 
 def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """Measures on this machine's GPUs, setting by setting, each in its own process."""
+    """The mode on GPUs: the launch settings are measured one after the other, each in a process of its own."""
     kind, count = profile_processes.gpus_here()
     gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
     if gpu is None:
@@ -152,7 +152,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
                 keep = Path(chosen["keep"] or temporary, setting)
                 try:
                     finished = listen(setting, replace(request, keep=str(_folder(keep))))
-                except DhelixError as error:  # go on: other settings may work
+                except DhelixError as error:  # continue, because other settings may work
                     job.errors.append(error)
                     continue
                 finally:
@@ -171,7 +171,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
 
 
 def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterator[tuple[str, Request]]:
-    """The requests to the measuring processes, in order, each with its setting."""
+    """The launch settings and the requests for the processes that measure, in order."""
     for setting in job.settings:
         request = Request(setting, str(job.path), job.link, pairs=job.pairs, again=job.again)
         bases = tuple(chosen["bases"])
@@ -184,7 +184,7 @@ def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterato
 
 
 class _Bar:
-    """Progress of one setting, and the deadline of --budget_s."""
+    """Shows the progress of one launch setting, and knows the deadline of --budget_s."""
 
     def __init__(self, console: Console, setting: str, deadline: float = float("inf")) -> None:
         self._console, self._setting, self._deadline = console, setting, deadline
@@ -199,12 +199,12 @@ class _Bar:
             self._progress.__exit__()
 
     def go_on(self, done: int, total: int, what: str) -> bool:
-        """Shows progress; False once the deadline has passed."""
+        """Shows the progress. Returns False once the deadline has passed."""
         self.show(done, total, what)
         return time.monotonic() < self._deadline
 
     def show(self, done: int, total: int, what: str) -> None:
-        if total != self._total:  # the wanted pairs are known only after the operators
+        if total != self._total:  # the number of pairs is known only after the operators are measured
             self.__exit__()
             self._total = total
             self._progress = Progress(self._console, done, total, self._setting).__enter__() if total > done else None
@@ -218,7 +218,7 @@ class _Bar:
 
 
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
-    """Checks flags that need or exclude one another."""
+    """Raises DhelixError if flags exclude one another, or if a flag is missing that another flag needs."""
     has_step = _has_step(chosen, arguments)
     if len(arguments) > 1 or (arguments and chosen["preset"]):
         raise DhelixError("give only one step: a dump, or --preset")
@@ -262,17 +262,17 @@ def _options(chosen: dict[str, Any]) -> Options:
 
 
 def _step(chosen: dict[str, Any], arguments: list[str], gpu: str | None, console: Console) -> CompiledStep | None:
-    """The step, compiled without GPUs; None if no step is given."""
+    """The step of the dump or the preset, compiled without GPUs; None if the command has neither."""
     if arguments:
         return _of_dump(arguments[0], gpu, console)
     if not chosen["preset"]:
         return None
-    target = (chosen["hardware"] or DEFAULT_GPU).lower()  # for other GPUs, estimates use the program of TARGET
+    target = (chosen["hardware"] or DEFAULT_GPU).lower()  # other GPUs get the program of TARGET
     return profile_step.of_preset(_options(chosen), target if target in deviceless.targets() else profile_step.TARGET)
 
 
 def _of_dump(path: str, gpu: str | None, console: Console) -> CompiledStep:
-    """Reads the step of a dump and prints its notes."""
+    """The step of a dump. Also prints the notes on that step."""
     step = profile_step.of_dump(path, gpu)
     for note in step.notes:
         say(console, f"{step.name}: {note}.")
@@ -288,7 +288,7 @@ def _folder(path: Path) -> Path:
 
 
 def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
-    """The keys of the collective tables that the file lacks."""
+    """The keys in the tables of collectives for which the file has no time."""
     devices = [SimpleNamespace(process_index=0, id=number) for number in range(job.gpus)]
     implementation = SETTINGS[setting].implementation
     keys = collective_tables.tables(devices, job.hardware.gpus_per_node, implementation=implementation)

@@ -1,4 +1,4 @@
-"""The flags of `dhelix profile`, and the text that `--help` prints above them. Imports no jax."""
+"""The flags of `dhelix profile`, and the text that `--help` prints above them. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ largest such module is read."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags on `values`; the flags of the step are those of `dhelix train`."""
+    """Defines all flags of `dhelix profile` on `values`. `step_flags` defines the flags that describe the step."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)

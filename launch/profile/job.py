@@ -1,4 +1,4 @@
-"""One call of `dhelix profile`: the step, the GPUs, the launch settings and the profile's file.
+"""One call of `dhelix profile` as an object: the step, the GPUs, the launch settings and the profile's file.
 
 job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
 job.steps["default"] = profile_step.of_dump("xla_dump")
@@ -31,18 +31,19 @@ _XLA_DEVICES = {"H200": "sm_90", "H100": "sm_90", "A100": "sm_80", "A800": "sm_8
 
 @dataclass
 class Job:
-    """The request of one call, and its results.
+    """The task of one call, and its results.
 
     Attributes:
       gpu, link: hardware and link of the profile.
-      gpus: how many GPUs take part.
-      settings: names in `profile.SETTINGS`.
+      gpus: number of GPUs that take part.
+      settings: names of launch settings, from `profile.SETTINGS`.
       path: the profile's file.
       pairs: whether to measure pairs, too.
       again: whether to measure known entries again.
-      steps: the step under each setting, since autotuning may choose other kernels; empty for collective tables alone.
-      here: provenance of the measurements, once there are any.
-      errors: errors of settings that failed; the other settings went on.
+      steps: the step under each setting; empty if only tables of collectives are measured. Steps may differ, because
+        autotuning may choose other kernels under another setting.
+      here: provenance of the measurements; None until there are any.
+      errors: one error for each setting that failed. A failure does not stop the other settings.
     """
 
     gpu: str
@@ -58,33 +59,41 @@ class Job:
 
     @property
     def hardware(self) -> Hardware:
-        """The GPU's description, with at most as many GPUs per node as take part."""
+        """The description of the GPU. `gpus_per_node` is at most the number of GPUs that take part on one node."""
         described = hardware.describe(self.gpu, self.link)
         nodes = 2 if self.link == "two-nodes" else 1
         return replace(described, gpus_per_node=min(max(self.gpus // nodes, 1), described.gpus_per_node))
 
     def in_file(self) -> Profile:
-        """The file's profile, empty if there is no file. Raises DhelixError if the file holds anything else."""
+        """The profile in the file; empty if there is no file.
+
+        Raises:
+          DhelixError: the file is no profile of this hardware and link.
+        """
         found = storage.of_hardware(self.path, self.gpu, self.link, "--out")
         return found or Profile(self.gpu, self.link)
 
     def known(self) -> Profile:
-        """The known profiles of the hardware, merged with the file's, whose numbers come first."""
+        """Everything known about the hardware: `in_file`, with gaps filled from the other profiles of the hardware."""
         found = storage.find(self.gpu, self.link, [self.path] if self.path.exists() else [])
         return found or Profile(self.gpu, self.link)
 
     def session(self, setting: str, profile: Profile | None = None, measurer: Measurer | None = None) -> Session:
-        """A session over `profile`; default: the file's."""
+        """A measuring session that extends `profile`; default: the profile in the file."""
         profile = self.in_file() if profile is None else profile
         per_node = self.hardware.gpus_per_node
         return Session(profile, setting, measurer, self.hardware, per_node, pairs=self.pairs, again=self.again)
 
     def missing(self, setting: str) -> Wanted:
-        """What the file lacks of the setting's step."""
+        """The operators and pairs of the step under `setting` for which the file has no times."""
         return self.session(setting).missing(Step(self.steps[setting].module))
 
     def view(self, setting: str, refused: Mapping[str, str] | None = None) -> StepView:
-        """What is known of the step. `refused`: instructions that cannot run alone, and why."""
+        """What is known about the step under `setting`.
+
+        Args:
+          refused: instructions that cannot run alone: the reason, by the instruction's name.
+        """
         profile, implementation = self.known(), SETTINGS[setting].implementation
         estimator = Estimator(profile, self.hardware, setting)
         costs = Costs(self.hardware, estimator, implementation)
@@ -94,17 +103,18 @@ class Job:
         )
 
     def cost_text(self, setting: str) -> str:
-        """Measured or estimated times of the step's instructions, as XLA's PGLE cost text."""
+        """Measured or estimated times of the step's instructions, as a text in XLA's PGLE format."""
         module = self.steps[setting].module
         costs = Costs(self.hardware, Estimator(self.known(), self.hardware, setting), SETTINGS[setting].implementation)
         timed = (i for c in module.schedule for i in c.instructions if costs.operator_keys[i] is not None)
         return xla_tables.cost_text({i.name: costs[i].seconds for i in timed})
 
     def performance_table(self, setting: str) -> str:
-        """Measured collectives as XLA's collective performance table.
+        """Measured times of collectives, as a text in the format of XLA's collective performance table.
 
         Raises:
-          DhelixError: no collective of the table is measured, or the GPU's compute capability is unknown here.
+          DhelixError: no collective that fits into the table is measured, or dhelix does not know the GPU's compute
+            capability.
         """
         implementation = SETTINGS[setting].implementation
         section = self.known().section(setting)

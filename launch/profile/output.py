@@ -1,9 +1,9 @@
-"""Output of `dhelix profile`: tables or JSON, pictures, files for XLA, and the comparison with another profile.
+"""Output of `dhelix profile`: tables or JSON, pictures, files for XLA, and comparisons with another profile.
 
     show(job, chosen, here, console)              # the step's tables, or everything as JSON
-    compare_files(path, "other.json", console)    # only how well two profiles agree
+    compare_files(path, "other.json", console)    # nothing but the comparison of two profiles
 
-Tables show the most important rows; JSON holds all rows.
+Tables show the most important rows. JSON holds all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dhelix.profiles.files.comparison import WORST, Agreement, compare
 from dhelix.profiles.profile import Profile, Provenance
 from dhelix.runtime.profiling.session import pair_key
 
-HEAT_MAP_ROWS = 40  # number of operators: those that take most of the step
+HEAT_MAP_ROWS = 40  # number of operators in a heat map: the ones that take the most time in the step
 
 
 def warn(lines: Sequence[str], console: Console) -> None:
@@ -37,11 +37,11 @@ def warn(lines: Sequence[str], console: Console) -> None:
 
 
 def show(job: Job, chosen: dict[str, Any], here: Provenance, console: Console) -> None:
-    """Prints tables or JSON, and writes the files that are asked for.
+    """Prints tables or JSON, and writes the files that the flags ask for.
 
     Args:
       chosen: values of the flags.
-      here: what runs now; differences from the profile's provenance give warnings.
+      here: the GPU and the versions of this process. Differences from the profile's provenance give warnings.
     """
     warnings = storage.differences(job.known(), here)
     views = {setting: job.view(setting, dict(job.missing(setting).refused)) for setting in job.steps}
@@ -78,7 +78,7 @@ def compare_files(path: Path, other: str, console: Console, as_json: bool = Fals
 
 
 def print_agreements(agreements: Sequence[Agreement], ours: str, theirs: str, console: Console) -> None:
-    """Prints a row for each setting and kind of entry, then the largest differences."""
+    """Prints a table with a row for each setting and kind of entry, and a table of the largest differences."""
     say(console, f"\nAgreement of {ours} with {theirs}: |time / other time - 1| of entries of 20 µs or more.")
     if not any(agreement.common for agreement in agreements):
         say(console, "They have no entry in common.")
@@ -105,14 +105,17 @@ def print_agreements(agreements: Sequence[Agreement], ours: str, theirs: str, co
 
 
 def _compared(profile: Profile, other: Profile) -> tuple[tuple[Agreement, ...], tuple[str, ...]]:
-    """The agreement, and a warning if the profiles are of different hardware."""
+    """How well two profiles agree, and a warning if they are for different hardware."""
     ours, theirs = (f"{p.hardware} with link {p.link}" for p in (profile, other))
     strange = f"the compared profiles are for different hardware: {ours}, and {theirs}"
     return compare(profile, other), () if ours == theirs else (strange,)
 
 
 def _print(job: Job, views: dict[str, profile_tables.StepView], chosen: dict[str, Any], console: Console) -> None:
-    """Prints the tables of all settings. Operators are listed once, since times alone hardly depend on the setting."""
+    """Prints the tables of all settings.
+
+    Operators are listed once, because the time of an operator that runs alone hardly depends on the setting.
+    """
     for number, (setting, step) in enumerate(job.steps.items()):
         known = f"profile {job.path}" if job.path.exists() else "shipped profiles; none of your own yet"
         where = f"{profile_tables.setup(job.gpu, job.link, job.gpus)}; {known}"
@@ -147,7 +150,7 @@ def _to_json(
 
 
 def _write(job: Job, chosen: dict[str, Any], views: dict[str, profile_tables.StepView]) -> list[str]:
-    """Writes the pictures and the files for XLA; returns their paths."""
+    """Writes the pictures and the files for XLA that the flags ask for, and returns the paths of these files."""
     first, written = job.settings[0], []
     if chosen["heat_map"]:
         for setting, view in views.items():

@@ -1,11 +1,11 @@
-"""Starts the processes that measure, and reads their messages: one process per launch setting and link.
+"""Starts the workers, the processes that measure, and reads their messages.
 
     finished = measure(Request("connections1", out="h200-nvlink.json", preset={...}), on_progress=bar)
 
-Environment variables and XLA flags of a setting hold for a whole process. So each setting has its own worker
-(`dhelix.launch.profile.worker`), and this process sets nothing in itself. A worker that is stopped or dies leaves its
-results in the file. A worker whose parent is gone ends, so that nothing keeps holding the GPUs. The link `two-nodes`
-takes two processes, which NCCL treats as nodes (`dhelix.runtime.processes.nodes`).
+The environment variables and XLA flags of a launch setting hold for a whole process. So each setting has its own worker
+(`dhelix.launch.profile.worker`), and this process does not change its own environment. If a worker is stopped or dies,
+the file keeps its results. If this process dies, its workers end themselves, so that the GPUs become free. The link
+`two-nodes` needs two workers, which NCCL treats as two nodes (`dhelix.runtime.processes.nodes`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dhelix.runtime.processes.nodes import emulated_nodes
 
 COMMAND = (sys.executable, "-m", "dhelix.launch.profile.worker")
 _LINKS: Mapping[str, Mapping[str, str]] = {"nvlink": {}, "no-p2p": {"NCCL_P2P_DISABLE": "1"}, "two-nodes": {}}
-_PATIENCE = 10  # seconds that a process gets to end itself
+_PATIENCE = 10  # seconds that a worker gets to end itself before it is killed
 
 
 def gpus_here() -> tuple[str, int]:
-    """Kind of this machine's GPUs (empty if nvidia-smi does not say), and how many of them a process sees.
+    """The kind of this machine's GPUs (empty if nvidia-smi does not say), and the number of visible GPUs.
 
-    Asks the driver and not JAX, which would take the GPUs.
+    The answer comes from the driver. JAX is not asked, because it would reserve the GPUs for this process.
     """
     kinds = _nvidia_smi()
     count = len(kinds) or sum(1 for p in Path("/dev").glob("nvidia[0-9]*"))
@@ -49,17 +49,18 @@ def gpus_here() -> tuple[str, int]:
 
 
 def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus: int | None = None) -> bool:
-    """Runs a request to its end.
+    """Runs a request in one or two workers, until it is done.
 
     Args:
-      on_progress: called with the measurements done, their total, and what comes next; returns False to stop.
-      gpus: how many of the machine's GPUs to use; None: all.
+      on_progress: called with the number of finished measurements, their total, and what comes next. If it returns
+        False, the request stops.
+      gpus: number of the machine's GPUs to use; None: all.
 
     Returns:
-      Whether the request finished; False if `on_progress` stopped it.
+      True if the request finished, and False if `on_progress` stopped it.
 
     Raises:
-      DhelixError: the worker reported an error, or it died. If it died, the message quotes its last words.
+      DhelixError: the worker reported an error, or it died. If it died, the message quotes a line of its stderr.
     """
     with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as folder:
         processes: list[subprocess.Popen[str]] = []
@@ -89,7 +90,7 @@ def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus
 
 
 def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[str, str]]]:
-    """The request and the environment of each process."""
+    """The request and the environment of each worker."""
     setting = SETTINGS[request.setting]
     environment = {**os.environ, **setting.environment, **_LINKS[request.link]}
     flags = [os.environ.get("XLA_FLAGS", ""), *setting.xla_flags, *_autotuning(Path(request.out))]
@@ -112,7 +113,10 @@ def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[s
 
 
 def _autotuning(profile: Path) -> list[str]:
-    """XLA flags that keep the autotuner's choices next to the profile. New choices would give kernels new keys."""
+    """XLA flags that store the autotuner's choices next to the profile, and load them if they exist.
+
+    Without them, the autotuner could choose other kernels, which have other keys in the profile.
+    """
     file = profile.with_suffix(".autotune.pbtxt")
     known = file if file.is_file() and file.stat().st_size else autotune_results.file()
     load = [f"--xla_gpu_load_autotune_results_from={known}"] if known else []
@@ -120,10 +124,10 @@ def _autotuning(profile: Path) -> list[str]:
 
 
 def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) -> subprocess.Popen[str]:
-    """Starts a process in its own session.
+    """Starts a worker in a session of its own.
 
-    An interrupt then reaches only this process, which ends the other one in order. If this process is killed, the other
-    one's stdin ends, and it ends itself.
+    Ctrl-C then interrupts only this process, which ends the worker properly. If this process is killed, the worker's
+    stdin ends, and the worker ends itself.
     """
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -132,7 +136,7 @@ def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) 
 
 
 def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects on the worker's stdout, one per line. Skips other lines, which libraries may print."""
+    """The JSON objects on the worker's stdout, one per line. Other lines, which libraries may print, are skipped."""
     assert process.stdout is not None
     for line in process.stdout:
         try:
@@ -144,7 +148,7 @@ def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def _wait(processes: list[subprocess.Popen[str]]) -> None:
-    """Waits until the processes have ended themselves, at most _PATIENCE seconds."""
+    """Waits until the workers have ended by themselves, but at most _PATIENCE seconds."""
     deadline = time.monotonic() + _PATIENCE
     for process in processes:
         try:
@@ -167,14 +171,17 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _last_words(path: Path) -> str:
-    """The last line on stderr with words in it; for a failed check, the check's line and not the stack behind it."""
+    """The line of a worker's stderr that tells most: the last fatal log line, or else the last line with words.
+
+    A fatal log line comes from a failed check in C++. The stack trace after it is left out.
+    """
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if re.search(r"\w", line)]
     telling = [line for line in lines if re.match(r"F\d{4} ", line)] or lines
     return telling[-1][:300] if lines else "it said nothing"
 
 
 def _nvidia_smi() -> list[str]:
-    """Names of the GPUs; empty without a driver."""
+    """Names of the GPUs, according to nvidia-smi; empty if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -1,8 +1,8 @@
-"""Measuring without GPUs: returns measurements that were recorded earlier.
+"""A measurer that needs no GPUs: it returns measurements that were recorded earlier.
 
     Session(profile, "default", Recorded(record.section("default")), hardware).run(step, progress, save)
 
-The record is a profile. With it, the whole path from a compiled step to tables and pictures runs anywhere, as in CI.
+The record is a profile. With a record, `dhelix profile` runs completely on any machine, for example in CI.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MISSING = "not in the record"
 
 
 class Recorded:
-    """A `measure.Measurer` that looks up keys in one section of a profile."""
+    """A `measure.Measurer` that looks up the times of keys in one section of a profile."""
 
     def __init__(self, record: Section) -> None:
         self.record = record
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
-        """One outcome per item: samples that give the recorded time and spread, or the reason why there are none."""
+        """One outcome for each item: samples with the recorded median and spread, or why there are no samples."""
         return [self._outcome(item) for item in items]
 
     def _outcome(self, item: Item) -> Outcome:
@@ -44,10 +44,10 @@ class Recorded:
 
 
 def as_recorded(profile: Profile, record: Profile) -> Profile:
-    """`profile` with what the record says, no more.
+    """The profile after a session with `Recorded`, corrected so that it agrees with the record.
 
-    Pairs become the recorded ones, with their own times alone and their spread. Failures whose only reason is that the
-    record lacks them are dropped, since GPUs may well measure those.
+    A pair gets its recorded timing, because the session keeps neither the spread nor the times alone of the record.
+    Failures are dropped if their only reason is that the record lacks the key, because GPUs may be able to measure it.
     """
     sections = {}
     for name, section in profile.sections.items():

@@ -1,11 +1,11 @@
-"""The compiled step that `dhelix profile` works on: from a dump, or from a preset of `dhelix train`.
+"""The compiled step that `dhelix profile` measures. It comes from a dump, or from a preset of `dhelix train`.
 
     step = of_dump("xla_dump")
     step = of_preset(trainer.Options("llama-8b", layers=4, mesh="tp=4"))      # compiled here, without a GPU
     lowered, arguments = build({"preset": "llama-8b", "layers": 4})           # arguments() to run it with
 
-Without a GPU, the compiler uses the recorded autotuner results of that GPU. If a result is unknown, kernels and their
-keys may differ from those on the GPU. The process that measures therefore compiles the preset itself
+Without a GPU, the compiler uses recorded autotuner results of the GPU that it compiles for. If a result is missing,
+kernels and their keys may differ from those on the GPU. Therefore the process that measures compiles the preset again
 (`dhelix.launch.profile.worker`).
 """
 
@@ -32,19 +32,19 @@ from dhelix.runtime.compiler.lowering import compiled_module
 
 TARGET = "h200"
 """GPU that presets are compiled for by default, one of `deviceless.targets()`."""
-_GPUS, _GPUS_PER_HOST = 4, 8  # GPUs of a preset without a mesh; GPUs per host without devices
+_GPUS, _GPUS_PER_HOST = 4, 8  # number of GPUs if --mesh is not given; most GPUs of a host in a deviceless topology
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The step that is profiled.
+    """The step to profile.
 
     Attributes:
-      name: for display.
+      name: the step in words, for messages and tables.
       module: the scheduled module.
-      gpus: how many GPUs it runs on.
-      hardware: the GPU whose times count: the requested one, else the one that the step was compiled for.
-      notes: remarks on reading the step and on whose times count.
+      gpus: number of GPUs that the module runs on.
+      hardware: name of the GPU whose times are used: the requested GPU, or else the GPU of the compilation.
+      notes: remarks for the user on how the step was read, and on the GPU whose times are used.
     """
 
     name: str
@@ -55,13 +55,13 @@ class CompiledStep:
 
 
 def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
-    """The step in a file or a folder of `--xla_dump_to`.
+    """The step in `path`, a file or a folder that `--xla_dump_to` wrote.
 
     Args:
-      gpu: GPU whose times count; None: the GPU of the dump.
+      gpu: name of the GPU whose times are used; None: the GPU of the dump.
 
     Raises:
-      DhelixError: nothing to read there, not scheduled, not compiled for GPUs, or for a GPU that nothing describes.
+      DhelixError: there is no module, or it has no schedule, or it was not compiled for a GPU that dhelix describes.
     """
     file = dumps.find_module(path)
     if "cpu_after" in file.name:
@@ -77,7 +77,7 @@ def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
     """The step that `dhelix train` runs with these options, compiled for GPUs that this machine need not have.
 
     Raises:
-      DhelixError: the options do not fit each other, or there is nothing to compile with (extra `compile`).
+      DhelixError: the options contradict each other, or the GPU compiler (extra `compile`) is not installed.
     """
     training, batch = deviceless_training(options, target)
     module = compiled_module(tuned.compile(_lower(options, training, batch)))
@@ -85,7 +85,7 @@ def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
 
 
 def target_of(gpu: str) -> str:
-    """The target in `deviceless.targets()` for a GPU. Raises DhelixError if there is none."""
+    """The name in `deviceless.targets()` for the GPU `gpu`. Raises DhelixError if there is none."""
     if gpu.lower() not in deviceless.targets():
         known = ", ".join(target.upper() for target in deviceless.targets())
         raise DhelixError(
@@ -96,7 +96,7 @@ def target_of(gpu: str) -> str:
 
 
 def deviceless_training(options: trainer.Options, target: str = TARGET) -> tuple[Training, int]:
-    """The plain train step on GPUs that this machine need not have, and its batch size in sequences."""
+    """The plain train step for GPUs that this machine need not have, and its batch size in sequences."""
     gpus = gpus_of_options(options)
     per_host = min(gpus, _GPUS_PER_HOST)
     devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
@@ -109,13 +109,13 @@ def build(
     """Lowers the step of `trainer.Options(**options)` for this process's devices.
 
     Args:
-      costs: profile by which strands are interleaved; None: the profile that the step finds.
+      costs: profile with which strands are interleaved; None: the profile that the step itself finds.
 
     Returns:
-      The lowered step, and a function that makes a state and a batch for it.
+      The lowered step, and a function that makes a state and a batch for the step.
 
     Raises:
-      DhelixError: the options do not fit each other or the devices.
+      DhelixError: the options contradict each other or need other devices.
     """
     given = trainer.Options(**options)
     config = trainer.configuration(given)
@@ -132,18 +132,18 @@ def build(
 
 
 def gpus_of_mesh(mesh: str) -> int:
-    """Number of devices that a `--mesh` such as `dp=2,tp=4` needs; 0 if it is empty or malformed."""
+    """Number of devices that a `--mesh` such as `dp=2,tp=4` needs; 0 if the text is empty or malformed."""
     sizes = [size for _, _, size in (part.partition("=") for part in mesh.split(","))]
     return math.prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) else 0
 
 
 def gpus_of_options(options: trainer.Options) -> int:
-    """Number of GPUs that a preset is compiled for if there are none."""
+    """Number of GPUs that a preset is compiled for on a machine without GPUs."""
     return gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
 
 
 def gpus_of(module: HloModule) -> int:
-    """Number of GPUs that the collectives of a module name; 1 if there are no collectives."""
+    """Number of GPUs that the groups of the module's collectives mention; 1 if there are no collectives."""
     found = (find_collective(i) for c in module.computations for i in c.instructions)
     return 1 + max((d for collective in found if collective for group in collective.groups for d in group), default=0)
 

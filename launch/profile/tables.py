@@ -1,11 +1,11 @@
-"""What a profile says of one step, for people: rows of numbers, and the tables and JSON made from them.
+"""Shows what a profile says about one step: rows of numbers, and the tables and JSON that contain them.
 
     estimator = Estimator(profile, hardware, "default")
     view = step_view(estimator, step_time.predict(module, Costs(hardware, estimator)))      # data
     print_view(view, console, top=12)                                                       # tables
     json.dumps(view.to_json())
 
-Times are seconds in rows and in JSON; tables choose a unit.
+Times are in seconds in rows and in JSON. Tables choose a unit for each time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from dhelix.profiles.estimates.estimator import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Section
 
-ORDER_MATTERS = 0.1  # smallest OEF difference that makes one launch order the better one
+ORDER_MATTERS = 0.1  # one launch order counts as better if its OEF is higher by at least this
 
 _SOURCES = {Source.MEASURED: "measured", Source.INTERPOLATED: "interpolated", Source.GUESS: "guessed"}
 _LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer (host memory)", "two-nodes": "two nodes over sockets"}
-_NAMED = ("fusion", "other", "copy")  # kinds whose family begins with a word for the operation
+_NAMED = ("fusion", "other", "copy")  # kinds of operators whose family begins with the operation's name
 _KINDS = {"grouped-gemm": "grouped GEMM", "attention-backward": "attention backward"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operator or collective of the step, alone.
+    """One operator or collective of the step.
 
     Attributes:
-      calls: executions per step on one GPU.
-      share: its fraction of the summed times alone of all operators and collectives of the step.
+      calls: number of executions per step on one GPU.
+      alone: time of one execution while nothing else runs.
+      share: time of all its executions, as a fraction of the sum over all operators and collectives of the step.
     """
 
     key: Key
@@ -55,7 +56,7 @@ class Row:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bus bandwidth in bytes per second; None for operators and for a time of 0."""
+        """Bus bandwidth of a collective in bytes per second; None for an operator, or if the time is 0."""
         if not isinstance(self.key, CollectiveKey) or not self.alone.seconds:
             return None
         return bus_bandwidth(self.key, self.alone.seconds)
@@ -69,12 +70,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Together:
-    """A pair in one launch order.
+    """A measured pair in one launch order.
 
     Attributes:
-      one, other: each side's time in the pair over its time alone.
-      steady: whether repeats agree.
-      noise: whether an OEF above 1 is noise (`Section.noisy`).
+      oef: overlap effectiveness (`PairTiming.oef`).
+      one, other: slow-down of each side: its time in the pair, divided by its time alone.
+      steady: whether the repeated measurements agree (`PairTiming.steady`).
+      noise: whether the OEF is above 1 because of noise (`Section.noisy`).
     """
 
     oef: float
@@ -85,13 +87,16 @@ class Together:
 
     @property
     def shown(self) -> float:
-        """The OEF, at most 1 if it is noise."""
+        """The OEF to show: at most 1 if a higher value is noise."""
         return min(self.oef, 1.0) if self.noise else self.oef
 
 
 @dataclass(frozen=True)
 class PairRow:
-    """Two operators at once, in the launch orders that are measured. If one side is a collective, it is `other`."""
+    """A pair of operators in both launch orders; an order that was not measured is None.
+
+    In a pair of an operator and a collective, `other` is the collective.
+    """
 
     one: Key
     other: Key
@@ -100,12 +105,12 @@ class PairRow:
 
     @property
     def best(self) -> float:
-        """OEF of the better launch order."""
+        """The OEF of the launch order with the higher OEF."""
         return max(order.shown for order in (self.one_first, self.other_first) if order)
 
     @property
     def order_effect(self) -> float | None:
-        """OEF with `one` launched first minus OEF with `other` first; None unless both are measured and steady."""
+        """The OEF of `one_first` minus the OEF of `other_first`; None unless both are measured and steady."""
         if self.one_first is None or self.other_first is None:
             return None
         if not (self.one_first.steady and self.other_first.steady):
@@ -125,11 +130,13 @@ class PairRow:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step under one launch setting: operators and collectives, most time first; pairs, best OEF first.
+    """What is known about one step under one launch setting.
 
     Attributes:
-      time: the step's time without overlap.
-      failures: operators and pairs of the step that have no time, and why.
+      time: times of the step's operators and collectives, without overlap.
+      operators, collectives: one row each, sorted by total time, longest first.
+      pairs: measured pairs, sorted by OEF, highest first.
+      failures: keys, pairs and instructions of the step (as text) that could not be measured, and the reasons.
     """
 
     setting: str
@@ -141,7 +148,7 @@ class StepView:
 
     @property
     def coverage(self) -> dict[str, float]:
-        """For each source, its share of the summed times alone."""
+        """For each source of times, the fraction of the sum of all times alone that comes from this source."""
         return {_SOURCES[source]: share for source, share in self.time.shares.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -158,11 +165,11 @@ class StepView:
 
 
 def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] | None = None) -> StepView:
-    """What the section of `estimator` says of a step.
+    """What is known about a step under the launch setting of `estimator`.
 
     Args:
-      time: the step's times, predicted with the same estimator.
-      refused: names of instructions that cannot run alone, and why.
+      time: times of the step's operators, predicted with the same estimator.
+      refused: instructions that cannot run alone: the reason, by the instruction's name.
     """
     section = estimator.section
     rows = [Row(o.key, o.count, _alone(o, estimator), o.total / (time.busy or 1.0)) for o in time.operators]
@@ -179,15 +186,17 @@ def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] |
 
 
 def _alone(operator: OperatorTime, estimator: Estimator) -> Estimate:
-    """The time alone. A guess comes from the step, which knows the instruction, such as a transfer over the host's
-    link.
+    """The time of an operator alone.
+
+    If the estimator can only guess, the result is the time in `operator`. This time is based on the instruction, not
+    only on the key. For example, only the instruction tells that a copy goes to the host's memory.
     """
     known = estimator.solo(operator.key)
     return Estimate(operator.seconds, known.source, operator.seconds) if known.source is Source.GUESS else known
 
 
 def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
-    """Measured pairs of wanted keys, both launch orders in one row, best OEF first."""
+    """The measured pairs with both sides in `wanted`, highest OEF first. A row shows both launch orders."""
     wanted = set(wanted)
     sides = {
         tuple(sorted((pair.first, pair.second), key=_compute_first))
@@ -202,7 +211,10 @@ def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
 
 
 def together(section: Section, first: Key, second: Key, swapped: bool = False) -> Together | None:
-    """The pair with `first` launched first; None if not measured. `swapped`: describes the second side as `one`."""
+    """The pair with `first` launched first; None if this order was not measured.
+
+    If `swapped`, the result's `one` is the slow-down of `second`, and `other` is the slow-down of `first`.
+    """
     pair = PairKey(first, second)
     timing = section.pairs.get(pair)
     if timing is None:
@@ -213,7 +225,7 @@ def together(section: Section, first: Key, second: Key, swapped: bool = False) -
 
 
 def bus_bandwidth(key: CollectiveKey, seconds: float) -> float:
-    """Bytes per second that each GPU sends (NCCL's busbw); comparable between kinds and group sizes."""
+    """Bus bandwidth (NCCL's busbw): bytes that each GPU sends per second. Kinds and group sizes are comparable."""
     return roofline.wire_bytes(key.kind, key.bytes, key.group_size) / seconds
 
 
@@ -225,7 +237,7 @@ def _compute_first(key: Key) -> tuple[bool, str]:
 
 
 def readable(key: Key, among: Iterable[Key] = ()) -> str:
-    """A key in a few words. If an operator in `among` has the same words, adds the family to tell them apart."""
+    """A key in a few words. If another operator in `among` has the same words, the key's family is added."""
     words = _short(key)
     if isinstance(key, OperatorKey) and any(other != key and _short(other) == words for other in among):
         return f"{words} [{key.family.partition(':')[2] if key.kind in _NAMED else key.family}]"
@@ -250,12 +262,12 @@ def _short(key: Key) -> str:
 
 
 def setup(gpu: str, link: str, gpus: int) -> str:
-    """The machine of a measurement in words: `4 x H200, NVLink`."""
+    """The GPUs of a measurement in words, such as `4 x H200, NVLink`."""
     return f"{f'{gpus} x ' if gpus else ''}{gpu}, {_LINKS.get(link, link)}"
 
 
 def launch_order_text(pairs: Sequence[PairRow]) -> str:
-    """One line about the effect of launch order on pairs of compute and a collective."""
+    """A sentence about the effect of the launch order on pairs of an operator and a collective."""
     mixed = [p for p in pairs if isinstance(p.one, OperatorKey) and isinstance(p.other, CollectiveKey)]
     effects = [p.order_effect for p in mixed if p.order_effect is not None]
     if not effects:
@@ -280,11 +292,11 @@ def coverage_text(view: StepView) -> str:
 
 
 def print_view(view: StepView, console: Console, top: int, operators: bool = True) -> None:
-    """Prints the coverage, then a table for each kind of row that exists.
+    """Prints the coverage, then tables of operators, collectives, pairs and failures. Empty tables are left out.
 
     Args:
-      top: rows per table, at most.
-      operators: whether to list the operators, too.
+      top: largest number of rows in a table.
+      operators: whether to print the table of operators.
     """
     _say(console, coverage_text(view), style="bold")
     for name, rows in (("Operators", view.operators if operators else ()), ("Collectives", view.collectives)):
@@ -301,7 +313,7 @@ def print_view(view: StepView, console: Console, top: int, operators: bool = Tru
 
 
 def print_collectives(section: Section, console: Console) -> None:
-    """Prints the bus bandwidth (NCCL's busbw) of measured collectives by size, one table per mesh of groups."""
+    """Prints tables of the bus bandwidths (NCCL's busbw) of the measured collectives, by kind and size."""
     meshes = sorted({(k.gpus_per_node, k.nodes, k.groups, k.implementation) for k in section.collectives})
     if not meshes:
         _say(console, f"No collective is measured under {section.setting}.")
@@ -353,7 +365,10 @@ def _solo_table(name: str, rows: Sequence[Row], top: int) -> Table:
 
 
 def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
-    """OEF and slow-down (time over time alone) in each launch order. `?`: repeats scatter; `~1`: above 1, and noise."""
+    """A table with OEF and slow-downs in each launch order.
+
+    `?` marks an OEF whose repeats scatter. `~1` marks an OEF that is above 1 because of noise.
+    """
     numbers = ["OEF, 1 first", "slow-down 1 / 2", "OEF, 2 first", "slow-down 1 / 2"]
     table = _table(title, ["1", "2"], numbers)
     keys = [key for row in rows for key in (row.one, row.other)]

@@ -1,14 +1,14 @@
-"""The process that measures, one per launch setting: `python -m dhelix.launch.profile.worker REQUEST.json`.
+"""The worker: the process that measures. `python -m dhelix.launch.profile.worker REQUEST.json` runs it.
 
-`dhelix profile` starts it with the setting's environment and XLA flags, since both hold for a whole process. `dhelix
-profile` itself never touches the GPUs. The worker writes the profile's file after every batch of results. It reports on
-stdout, one JSON object per line:
+`dhelix profile` starts a worker for each launch setting, with the setting's environment and XLA flags, because both
+hold for a whole process. `dhelix profile` itself does not use the GPUs. The worker writes the profile's file after
+every batch of results. It reports its progress on stdout, one JSON object per line:
 
     {"done": 120, "total": 400, "what": "pairs"}     progress
     {"finished": true} or {"error": "..."}           the end
 
-Killing the worker at any moment leaves a valid file. The worker ends when its stdin ends, because its parent is gone
-then.
+The file stays valid even if the worker is killed. When the process that started the worker ends, the worker's stdin
+ends, and then the worker ends itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dhelix.runtime.profiling.observe import compiled_step, observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Session, Step
 
-_ANEW = 2  # how often the step is made again with its measured costs, at most
+_ANEW = 2  # the step is compiled and measured again at most this many times, with the costs that were measured before
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,19 @@ class Request:
     """The task of a worker.
 
     Attributes:
-      setting: name of the launch setting that the process was started with.
-      out: the profile's file; read if it exists, then written.
+      setting: name of the launch setting that the worker was started with.
+      out: the profile's file; it is read if it exists, then written.
       link: see `Profile`.
-      preset: the `trainer.Options` that make the step, or None.
-      module: file of a compiled module, in place of a preset.
-      bases: names of layer sizes (`operator_bases.SIZES`) whose operators are measured too.
-      pairs: whether to measure pairs; False measures operators alone.
+      preset: the fields of `trainer.Options` that describe the step, or None.
+      module: file of a compiled module that replaces the preset, or None.
+      bases: names of model sizes in `operator_bases.SIZES`. Their operators are measured, too.
+      pairs: whether to measure pairs, too; False measures each operator only alone.
       again: whether to measure known entries again.
       collectives: whether to fill the tables of collectives.
-      collective_seconds: approximate time for these tables.
+      collective_seconds: approximate time to spend on these tables.
       keep: folder for the compiled module, or None.
-      node: set if several processes emulate nodes: coordinator, processes, process, local_device_ids.
+      node: None, or, if several processes emulate nodes, a mapping with the keys coordinator, processes, process and
+        local_device_ids.
     """
 
     setting: str
@@ -81,13 +82,13 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """Reads the text that `to_json` wrote."""
+        """The request in a text that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "bases": tuple(fields["bases"])})
 
 
 def end_with_stdin() -> None:
-    """Ends this process, whatever it does, when its stdin ends."""
+    """Starts a thread that ends this process at once when its stdin ends."""
 
     def wait() -> None:
         sys.stdin.read()
@@ -97,7 +98,7 @@ def end_with_stdin() -> None:
 
 
 def main(path: str) -> None:
-    """Runs the request in a file and reports the end on stdout. Exits with status 1 after an error."""
+    """Runs the request in the file `path` and reports the end on stdout. Exits with status 1 after an error."""
     request = Request.from_json(Path(path).read_text())
     try:
         run(request)
@@ -111,8 +112,8 @@ def main(path: str) -> None:
 
 
 def run(request: Request) -> None:
-    """Measures, and writes the profile as it grows. Raises DhelixError."""
-    # Read before the nodes connect: all must read the same, and the first to measure writes the file.
+    """Runs a request. Writes the profile after every batch of results. Raises DhelixError if it cannot measure."""
+    # The file is read before the nodes connect. Afterwards one of them writes it, but all must have read the same text.
     known = storage.load(request.out) if Path(request.out).is_file() else None
     if request.node:
         node = request.node
@@ -130,7 +131,7 @@ def run(request: Request) -> None:
     if request.preset or request.module:
         profile = _measure_step(request, profile, hardware)
     if request.preset and not request.preset.get("plain"):
-        # With the new costs the passes may make another step, with operators that are not measured yet.
+        # With the new costs the passes may produce another program. Some of its operators may not be measured yet.
         for _ in range(_ANEW):
             before, profile = profile, _measure_step(replace(request, again=False, bases=()), profile, hardware)
             if profile == before:
@@ -152,7 +153,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     if request.keep and jax.process_index() == 0:
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
     step = _with_bases(step, request.bases)
-    # A dump's module may need more GPUs than there are here. An emulated node is one process.
+    # A dump's module may need more GPUs than this machine has. An emulated node is one process.
     per_node = len(jax.local_devices()) if request.node else max(len(jax.devices()), gpus_of(step.module))
     measurer = gpu_measurer(setting)
     count = len(jax.devices())
@@ -172,15 +173,16 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     def progress(done: int, total: int, what: str) -> None:
         _tell(done=done, total=total, what=what)
 
-    def save(grown: Profile) -> None:  # all processes read the file, so all wait until it is written
+    def save(grown: Profile) -> None:  # every process reads the file later, so every process waits for this write
         agreement.together("write the profile", lambda: _save(request, grown), (DhelixError, OSError))
 
     return measure_missing(session, step, trace if lowered else None, progress, save)
 
 
 def _costs(request: Request, gpu: str) -> Profile | None:
-    """The profile by which strands are interleaved, the file's numbers first. None, if nothing is known under the
-    setting, leaves the choice to the step.
+    """The profile with which strands are interleaved. Entries of the request's file override entries of other files.
+
+    The result is None if no profile has times for the setting. The step then chooses its own costs.
     """
     out = Path(request.out)
     found = storage.find(gpu, request.link, [out] if out.is_file() else [])
@@ -188,7 +190,7 @@ def _costs(request: Request, gpu: str) -> Profile | None:
 
 
 def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
-    """Adds the paper's operator bases of these sizes to the step."""
+    """The step, together with the operator bases of the DHelix paper for the model sizes `names`."""
     if not names:
         return step
     devices = np.array(jax.devices())
@@ -221,7 +223,7 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
 
 
 def _save(request: Request, profile: Profile) -> None:
-    """Writes the file, from the first process only."""
+    """Writes the profile's file. Only the first process writes."""
     if jax.process_index() == 0:
         storage.save(profile, request.out)
 

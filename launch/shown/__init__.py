@@ -1,1 +1,1 @@
-"""Display code that several commands share: pictures, progress, units, and words for instructions."""
+"""Code for the output of several commands: pictures, progress, units, and words for instructions."""

@@ -1,4 +1,4 @@
-"""Parts that all pictures share: colours and their words, short names of collectives, and saving a figure."""
+"""Colours and words for them, short names of collectives, and a function that saves. All pictures use this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dhelix.errors import DhelixError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# In an SI block alpha runs backward and beta forward, so these are also the colours of backward and forward.
+# In an SI block, alpha runs backward and beta forward. So ALPHA is also the colour of backward, and BETA of forward.
 ALPHA, BETA = "#e08a3c", "#3f7cac"
 ALPHA_LIGHT, BETA_LIGHT = "#f2c79b", "#a3c4de"
 HIDDEN, EXPOSED = "#79b791", "#cf2e43"
@@ -30,10 +30,10 @@ _NO_VERSION: Mapping[str, None] = MappingProxyType({"Software": None})
 def save(
     figure: Figure, path: str | Path, a_file: str = "a .png", metadata: Mapping[str, str | None] = _NO_VERSION
 ) -> None:
-    """Writes a figure to a file. Equal pictures give equal bytes.
+    """Writes a figure to a file. Equal figures give equal bytes.
 
     Args:
-      a_file: the kind of file that the error message asks for.
+      a_file: words for the kind of file, for the error message.
       metadata: metadata for matplotlib's `savefig`.
 
     Raises:

@@ -1,11 +1,11 @@
 """Heat map of measured pairs: how well compute operators and collectives hide each other.
 
-Each launch order has a panel; rows are operators, columns are collectives. A cell shows the overlap effectiveness (OEF,
-DHelix section 3.2, arXiv 2411.15871). It is 1 if the shorter of the two is completely hidden, 0 if overlap gains
-nothing, and below 0 if both together take longer than one after the other. A frame marks the better launch order, if
-the OEFs of the two orders are steady and differ by 0.1 or more. `?` marks an OEF whose repeats scatter
-(`PairTiming.steady`). `~1` marks an OEF above 1 that is noise (`Section.noisy`). A pair without a time shows `failed`
-if it was tried; its cell is empty if it was not.
+Each launch order has a panel. Rows are operators, and columns are collectives. A cell shows the overlap effectiveness
+of a pair (OEF, DHelix section 3.2, arXiv 2411.15871). The OEF is 1 if the shorter side is completely hidden, and 0 if
+overlap gains nothing. It is below 0 if both sides together take longer than one after the other. A frame marks the
+better launch order, if the OEFs of both orders are steady and differ by 0.1 or more. `?` marks an OEF whose repeats
+scatter (`PairTiming.steady`). `~1` marks an OEF that is above 1 because of noise (`Section.noisy`). `failed` marks a
+pair whose measurement failed. The cell of a pair that was not measured is empty.
 
     heat_map.save_png(heat_map.heat_map(profile, "default"), "pairs.png")
 """
@@ -28,11 +28,11 @@ from dhelix.profiles.profile import Profile, Section
 
 ORDERS = ("compute launched first", "collective launched first")
 
-_LOWEST, _HIGHEST = -0.5, 1.0  # ends of the colour scale; it does not limit the numbers in cells
+_LOWEST, _HIGHEST = -0.5, 1.0  # ends of the colour scale; numbers in cells may be lower or higher
 _ORDER_MATTERS = 0.1
 _CELL_WIDTH, _CELL_HEIGHT, _CHARACTER = 0.6, 0.27, 0.066  # inches
 _DPI = 120
-_UPRIGHT_COLUMNS = 5  # with more columns, their names are vertical
+_UPRIGHT_COLUMNS = 5  # with more columns, the names of columns are vertical
 _FAILED = "failed"
 
 
@@ -41,10 +41,10 @@ class HeatMap:
     """The data of one picture.
 
     Attributes:
-      panels: one per launch order in ORDERS; OEFs by row, then column; None for a pair without a time.
-      failed: (panel, row, column) of pairs that were tried and have no time.
+      panels: the OEFs, by launch order (as in ORDERS), row and column; None for a pair without a time.
+      failed: (panel, row, column) of pairs whose measurement failed.
       unsteady: (panel, row, column) of pairs whose repeats scatter.
-      noise: (panel, row, column) of pairs whose OEF above 1 is noise; their cells hold 1.
+      noise: (panel, row, column) of pairs whose OEF is above 1 because of noise. `panels` holds 1 for these pairs.
     """
 
     title: str
@@ -57,14 +57,14 @@ class HeatMap:
 
 
 def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lambda key: True) -> HeatMap:
-    """The heat map of all pairs of an operator and a collective that were measured, or tried, under `setting`.
+    """The heat map of all measured and failed pairs of an operator and a collective.
 
     Args:
-      setting: name of the launch setting.
+      setting: name of the launch setting under which the pairs were measured.
       wanted: says which keys to show; default: all.
 
     Raises:
-      DhelixError: there is no such pair.
+      DhelixError: there is no pair to show.
     """
     section = profile.section(setting)
     computes, collectives = _sides(section, wanted)
@@ -99,7 +99,7 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
 
 
 def save_png(drawn: HeatMap, path: str | Path) -> None:
-    """Draws a heat map; the picture is as large as its rows and columns need.
+    """Draws a heat map. The size of the picture depends on the numbers of rows and columns.
 
     Raises:
       DhelixError: matplotlib is missing, or the file cannot be written.
@@ -141,7 +141,10 @@ _FOOTNOTE = (
 
 
 def _sides(section: Section, wanted: Callable[[Key], bool]) -> tuple[list[OperatorKey], list[CollectiveKey]]:
-    """Operators (longest first within a kind) and collectives (by nodes, GPUs, kind) of measured and failed pairs."""
+    """The operators and collectives of all measured and failed pairs.
+
+    Operators are sorted by kind, then by time, longest first. Collectives are sorted by nodes, GPUs and kind.
+    """
     tried = set(section.pairs)
     keys = [*section.operators, *section.collectives]
     by_text = {str(key): key for key in keys}
@@ -167,7 +170,7 @@ def _sides(section: Section, wanted: Callable[[Key], bool]) -> tuple[list[Operat
 
 
 def _label(key: Key, section: Section, among: Iterable[Key]) -> list[str]:
-    """Words for the key, for a collective its group, and its time alone."""
+    """The parts of a label: the key in words, and the time of the key alone if it is known."""
     timing = section.solo(key)
     words = readable(key, among)
     parts = words.split(", ") if isinstance(key, CollectiveKey) else [words]

@@ -1,4 +1,4 @@
-"""Describes instructions of a scheduled step: what each does, which part of the program it is in, where it runs."""
+"""Describes the instructions of a scheduled step: what they do, in which part of the step, and in which loops."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 
 @dataclass(frozen=True)
 class Place:
-    """Where a computation runs.
+    """Where a computation runs, and how often.
 
     Attributes:
-      loops: the loops around it, outermost first.
-      executions: how often one step runs it.
-      notes: why `executions` is uncertain.
+      loops: names of the loops around the computation, outermost first.
+      executions: how often one step runs the computation.
+      notes: reasons why `executions` is uncertain.
     """
 
     loops: tuple[str, ...]
@@ -29,9 +29,10 @@ class Place:
 
 
 def part_of(instruction: Instruction) -> str:
-    """The part of the program: alpha or beta if the op name carries a strand, else forward, backward or other.
+    """The part of the step that an instruction belongs to: alpha, beta, forward, backward or other.
 
-    If a fusion's own name is missing or tells nothing, the names of the fused instructions decide.
+    The part follows from the op name. If a fusion's own op name does not tell the part, the op names of the fused
+    instructions do.
     """
     for name in _op_names(instruction):
         for strand in ("alpha", "beta"):
@@ -43,8 +44,10 @@ def part_of(instruction: Instruction) -> str:
 
 
 def parts_of(computation: Computation) -> Iterator[tuple[Instruction, str]]:
-    """Each instruction with its part. If all instructions that tell a part agree, the others get it too, except in the
-    entry computation.
+    """Each instruction of a computation with its part of the step.
+
+    Instructions whose own part is "other" get the part of the remaining instructions, if these all belong to one part.
+    This rule does not apply to the entry computation.
     """
     parts = [(instruction, part_of(instruction)) for instruction in computation.instructions]
     told = {part for _, part in parts} - {"other"}
@@ -53,7 +56,10 @@ def parts_of(computation: Computation) -> Iterator[tuple[Instruction, str]]:
 
 
 def describe(instruction: Instruction) -> str:
-    """A word for people: all-gather, GEMM, attention, copy, or the operation's name in the user's program."""
+    """A word for what an instruction does, such as all-gather, GEMM or copy.
+
+    For other instructions, it is the last part of the op name, which comes from the user's program.
+    """
     sent = communicates(instruction)
     if sent is not None:
         return sent.kind
@@ -70,17 +76,20 @@ def describe(instruction: Instruction) -> str:
 
 
 def communicates(instruction: Instruction) -> Collective | Transfer | None:
-    """The collective, message or host transfer that starts at an instruction, or None."""
+    """The collective, message or host transfer that an instruction starts, or None."""
     return find_collective(instruction) or find_transfer(instruction)
 
 
 def bytes_moved(found: Collective | Transfer) -> int:
-    """Bytes that an instruction moves; the sum if it combines several collectives."""
+    """The number of bytes that `found` moves. If XLA combined several collectives, this is their sum."""
     return found.size + sum(other.size for other in getattr(found, "others", ()))
 
 
 def _op_names(instruction: Instruction) -> Iterator[str]:
-    """Op names from the user's program: the instruction's own, then those of fused instructions, results first."""
+    """Yields op names, which come from the user's program.
+
+    The instruction's own op name comes first. The op names of fused instructions follow, results before operands.
+    """
     if instruction.op_name:
         yield instruction.op_name
     for called in kernel_of(instruction):
@@ -88,7 +97,10 @@ def _op_names(instruction: Instruction) -> Iterator[str]:
 
 
 def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
-    """The computations whose instructions are kernels of the step: the entry, and all that control flow reaches."""
+    """Yields the computations whose instructions the step launches as kernels, and their places.
+
+    These are the entry computation, and all computations that control flow calls.
+    """
     for visit in visits(module.entry):
         loops = [control for control in visit.through if control.opcode == "while"]
         notes = (_unsure(control) for control in visit.through)
@@ -96,7 +108,7 @@ def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
 
 
 def _unsure(control: Instruction) -> str:
-    """Why a loop or conditional makes execution counts inside it uncertain; "" if it does not."""
+    """Why it is uncertain how often a loop or conditional runs its computations; "" if it is certain."""
     if control.opcode == "conditional":
         return f"it runs in one of {len(control.called)} branches of {control.name}"
     if control.opcode == "while" and trip_count(control) is None:
@@ -105,7 +117,7 @@ def _unsure(control: Instruction) -> str:
 
 
 def place_notes(places: dict[Computation, Place]) -> Iterator[str]:
-    """Yields what is uncertain about the whole step."""
+    """Yields sentences about loops and conditionals whose estimated times are uncertain."""
     control = [i for computation in places for i in sequence_of(computation)]
     loops = [i for i in control if i.opcode == "while"]
     if unknown := [i.name for i in loops if trip_count(i) is None]:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of long work: by a bar on a terminal, and by plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LINES = 20
 
 
 class Progress:
-    """Context manager that shows progress over steps `first` + 1 to `last`. Prints nothing on a quiet console."""
+    """A context manager that shows how many of the steps `first` + 1 to `last` are done."""
 
     def __init__(self, console: Console, first: int, last: int, what: str = "step"):
         self._console = console
@@ -34,7 +34,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, number: int, *words: str) -> None:
-        """Shows that `number` steps are done, which may exceed `last`; `words` describe the current state."""
+        """Shows that `number` steps are done, followed by `words`. A `number` above `last` becomes the new `last`."""
         text = "  ".join(words)
         self._last = max(self._last, number)
         if self._bar is not None and self._task is not None:
@@ -45,5 +45,5 @@ class Progress:
 
 
 def say(console: Console, text: str) -> None:
-    """Prints a line of text unchanged: no highlighting, no wrapping, no markup."""
+    """Prints a line of text as it is, without highlighting, wrapping or markup."""
     console.print(text, highlight=False, soft_wrap=True, markup=False)

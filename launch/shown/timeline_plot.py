@@ -1,11 +1,12 @@
-"""Pictures of timelines: what runs when on each lane, over the whole step and in one iteration of its loops.
+"""Pictures of timelines: which operators run when, in the whole step and in one iteration of its loops.
 
-A `Picture` is data: bars on lanes. `save_png` draws one picture, or several above one another on the same time axis
-(before and after). `save_perfetto` writes the same bars for https://ui.perfetto.dev.
+A `Picture` is data: bars on lanes, such as compute and communication. `save_png` draws one picture, or several pictures
+above one another on the same time axis, for example before and after a change. `save_perfetto` writes the same bars for
+https://ui.perfetto.dev.
 
-Communication has two colours: it is hidden while compute runs at the same time, else it is exposed. The step waits for
-exposed communication. The panels of the whole step show shares: each column stands for a short period, and each kind
-fills its share of that period, stacked from below. This keeps ten thousand operators readable.
+Communication has two colours. It is *hidden* while compute runs at the same time, and *exposed* otherwise. The step
+waits for exposed communication. A panel of the whole step consists of columns, which stand for short periods. In a
+column, the height of each colour is its fraction of the period. So ten thousand operators remain readable.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dhelix.runtime.profiling.traces.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
-# bar key -> (colour, legend text); the legend and the stacked shares, from below, use this order
+# Key of a bar -> (colour, text in the legend). The legend and the columns, from below, have this order.
 _COLOURS = {
     "alpha": (ALPHA, "strand α"),
     "backward": (ALPHA, "backward"),
@@ -37,19 +38,20 @@ _COLOURS = {
     "communication": ("#b59f6e", "communication"),
 }
 _WIDTH, _DPI = 12.0, 200  # inches; dots per inch
-_TITLE_CHARACTERS = 130  # of title and summary together, if both fit on one line
-_COLUMNS = 240  # of a whole-step panel: each is wide enough to average over single operators
+_TITLE_CHARACTERS = 130  # title and summary share a line if they have at most about this many characters
+_COLUMNS = 240  # number of columns in a panel of the whole step; each column covers many operators
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One operator on one lane. Times in milliseconds.
+    """One operator on one lane. Times are in milliseconds.
 
     Attributes:
-      lane: `compute` or `communication`, with a suffix if there are several (`communication between nodes`).
-      key: the part it belongs to: alpha, beta, forward, backward, copy or other.
-      label: word that is written into the bar if it fits; otherwise `short` is tried.
+      lane: `compute` or `communication`. Further lanes have a suffix, such as `communication with the host`.
+      key: the part of the step that decides the colour: alpha, beta, forward, backward, copy or other.
+      label: word for the operator, which is written into the bar if there is room.
       name: name of the instruction.
+      short: shorter word, which is written into the bar if there is no room for `label`.
     """
 
     start: float
@@ -63,7 +65,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Window:
-    """A period of the timeline that is drawn enlarged, in ms."""
+    """A period of the timeline that is drawn enlarged. Times are in milliseconds."""
 
     start: float
     end: float
@@ -75,9 +77,9 @@ class Picture:
     """A timeline with a title.
 
     Attributes:
-      summary: one line at the title.
+      summary: one line of text next to the title.
       zoom: periods that are drawn enlarged, side by side.
-      overlaps: whether communication can overlap with compute; if not, hidden and exposed are not distinguished.
+      overlaps: whether communication can overlap with compute. If not, all communication has the same colour.
     """
 
     title: str
@@ -92,7 +94,7 @@ class Picture:
 
     @property
     def lanes(self) -> list[str]:
-        """Lane names from top to bottom: compute, then communication."""
+        """The names of the lanes from top to bottom: compute, then communication."""
         return sorted({bar.lane for bar in self.bars}, key=lambda lane: (is_communication(lane), lane))
 
 
@@ -101,11 +103,11 @@ def is_communication(lane: str) -> bool:
 
 
 def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", footnote: str = "") -> None:
-    """Draws the pictures above one another on a common time axis, and their zooms below.
+    """Draws the pictures above one another on a common time axis, and their enlarged periods below.
 
     Args:
       headline: title of the whole figure.
-      footnote: text at the legend.
+      footnote: text next to the legend.
 
     Raises:
       DhelixError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
@@ -173,10 +175,10 @@ def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
 
 
 def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
-    """The busy intervals of a lane by colour key, each list disjoint and sorted.
+    """The intervals in which a lane is busy, by key of _COLOURS. Each list is disjoint and sorted.
 
-    A compute lane is split by the keys of its bars. A communication lane is split into hidden and exposed; without
-    overlap it is all `communication`.
+    The keys of a compute lane are the keys of its bars. The keys of a communication lane are `hidden` and `exposed`. If
+    communication cannot overlap with compute, the only key is `communication`.
     """
     bars = [bar for bar in picture.bars if bar.lane == lane]
     if not is_communication(lane):
@@ -191,7 +193,7 @@ def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
 
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The parts of `a` that are not in `b`. Inputs and result are disjoint and sorted."""
+    """The parts of the intervals `a` that are not in `b`. Arguments and result are disjoint and sorted."""
     result: list[Interval] = []
     position = 0
     for start, end in a:
@@ -228,7 +230,7 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
 
 
 def _shares(intervals: Sequence[Interval], edges: np.ndarray) -> np.ndarray:
-    """For each pair of neighbouring edges, the share of the time between them that the intervals cover."""
+    """The fraction of the time between neighbouring edges that the intervals cover, for each pair of edges."""
     if not intervals:
         return np.zeros(len(edges) - 1)
     times = np.array(intervals).ravel()
@@ -259,7 +261,7 @@ def _draw_bars(axis: Any, picture: Picture, lane: str, y: float, window: Window,
     for key, intervals in pieces(picture, lane).items():
         shown = list(_clip(intervals, window))
         axis.broken_barh([(s + shift, e - s) for s, e in shown], (y - 0.4, 0.8), color=_COLOURS[key][0], lw=0)
-    room = span / 165  # width of a character in ms
+    room = span / 165  # width of a character in milliseconds
     for bar in picture.bars:
         clipped = list(_clip([(bar.start, bar.end)], window)) if bar.lane == lane else []
         for start, end in clipped:
@@ -301,7 +303,7 @@ def _legend(figure: Any, pictures: Sequence[Picture], footnote: str) -> None:
         for key, intervals in pieces(picture, lane).items()
         if length(intervals) > 0.001 * picture.end
     }
-    words: dict[str, list[str]] = {}  # kinds that share a colour share an entry
+    words: dict[str, list[str]] = {}  # keys with the same colour share an entry of the legend
     for key, (colour, word) in _COLOURS.items():
         if key in shown:
             words.setdefault(colour, []).append(word)

@@ -1,10 +1,10 @@
-"""Times and bytes as text: one unit for all numbers that are compared, or the best unit for a single time.
+"""Writes times and bytes as text: in one unit for numbers that are compared, or in the best unit for a single time.
 
     unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, chosen by the largest
     unit.text(512 * 2**20)                         # '0.50 GiB'
     time_text(0.0000412)                           # '41.2 µs'
 
-For a single number of bytes see `passes/framework/units.py`.
+`passes/framework/units.py` does the same for a single number of bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit for display. `size`: how many base units (milliseconds, bytes) it holds; `digits`: decimal places."""
+    """A unit for display. `size` is its value in milliseconds or bytes; `digits` is the number of decimal places."""
 
     name: str
     size: float
     digits: int
 
     def number(self, value: float) -> str:
-        return f"{round(value / self.size, self.digits) + 0.0:,.{self.digits}f}"  # never -0.0
+        return f"{round(value / self.size, self.digits) + 0.0:,.{self.digits}f}"  # + 0.0 turns -0.0 into 0.0
 
     def text(self, value: float) -> str:
         return f"{self.number(value)} {self.name}"
@@ -33,17 +33,17 @@ _SIZES = (Unit("GiB", 2.0**30, 2), Unit("MiB", 2.0**20, 1), Unit("KiB", 2.0**10,
 
 
 def time_unit(milliseconds: Iterable[float | None]) -> Unit:
-    """The unit that suits the largest of these times; ignores None."""
+    """The unit that suits the largest of these times. None is ignored."""
     return _unit(_TIMES, milliseconds)
 
 
 def size_unit(sizes: Iterable[float | None]) -> Unit:
-    """The unit that suits the largest of these byte counts; ignores None."""
+    """The unit that suits the largest of these numbers of bytes. None is ignored."""
     return _unit(_SIZES, sizes)
 
 
 def time_text(seconds: float) -> str:
-    """A time in seconds, with three significant digits: 41.2 µs, 1.23 ms."""
+    """Text for a time that is given in seconds, with three significant digits, such as 41.2 µs or 1.23 ms."""
     if seconds >= 0.9995:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"

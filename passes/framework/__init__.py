@@ -1,1 +1,1 @@
-"""The pass framework: the manager that runs passes, its reports, and fingerprints of inputs."""
+"""The pass framework: the manager that runs passes, its reports, and the fingerprints of a step."""

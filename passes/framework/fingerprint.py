@@ -1,14 +1,15 @@
 """The two fingerprints of a step, and the marker that carries the first one into the compiler.
 
-*Of the inputs*: program, pass options, profile, versions. It becomes part of the module's name (`jit_step__dhelix_<16
-hex digits>`), and so of the compilation cache's key, which does not include passes. The compiler hook uses it to tell
-our modules from helper jits without parsing them.
+*The fingerprint of the inputs* covers the program, the pass options, the profile and the versions. It becomes part of
+the module's name (`jit_step__dhelix_<16 hex digits>`). That name is part of the compilation cache's key. No other part
+of the key depends on the passes. From the name, the compiler hook also knows whether a module belongs to dhelix,
+without parsing the module.
 
-*Of the compiled collective order*: which collectives run over which devices, in execution order. Hosts whose orders
-differ deadlock.
+*The fingerprint of the compiled collective order* covers which collectives run over which devices, in execution order.
+Hosts whose orders differ would deadlock.
 
-The same input gives the same fingerprints on every host. They depend on no dict order, object identity, file path or
-time. See docs/design/compiler.md, "Names, markers, fingerprints".
+The same input gives the same fingerprints on every host. Fingerprints depend on no dict order, object identity, file
+path or time. See docs/design/compiler.md, "Names, markers, fingerprints".
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def mark(name: str, fingerprint: str) -> str:
-    """`name` with `fingerprint` as its marker, which replaces an existing one."""
+    """Returns `name` with `fingerprint` as its marker. An existing marker is replaced."""
     return f"{unmark(name)}__dhelix_{fingerprint}"
 
 
@@ -65,13 +66,16 @@ def unmark(name: str) -> str:
 
 
 def marker_of(module: bytes) -> str | None:
-    """The fingerprint in the name of a serialized module, or None. Reads only up to the name."""
+    """The fingerprint in the name of a serialized module; None if the name has none.
+
+    Reads the module only up to its name.
+    """
     found = _MARKER.search(module_name(module))
     return found.group(1) if found else None
 
 
 def module_name(module: bytes) -> str:
-    """Name of a serialized HloModuleProto; "" if it has none or `module` is something else."""
+    """Name of a serialized HloModuleProto; "" if there is no name, or `module` is no such proto."""
     try:
         for number, value in _fields(module):
             if number == 1 and isinstance(value, bytes):
@@ -88,7 +92,7 @@ def input_fingerprint(passes: Sequence[object], module: bytes | None = None, pro
     """16 hex digits that change with everything that can change the passes' result for a program.
 
     Args:
-      passes: the passes that run, in order: dataclasses of options with `name` and `stage`.
+      passes: the passes that run, in order. Each is a dataclass of options and has a `name` and a `stage`.
       module: the lowered program before any pass, or None to leave the program out.
       profile: source of the costs: bytes, or any value that `plain` takes.
 
@@ -105,10 +109,10 @@ def input_fingerprint(passes: Sequence[object], module: bytes | None = None, pro
 
 
 def module_fingerprint(module: bytes) -> str:
-    """16 hex digits of what a serialized module computes.
+    """16 hex digits that identify what a serialized module computes.
 
-    It ignores what differs between hosts or runs of the same program: name and marker, module id, source lines and
-    paths (metadata), and the process-wide number of a Python callback.
+    The digits do not depend on what differs between hosts or runs of the same program: name and marker, module id,
+    source lines and paths (metadata), and the process-wide number of a Python callback.
     """
     digest = hashlib.sha256()
     rest = bytearray()
@@ -122,14 +126,14 @@ def module_fingerprint(module: bytes) -> str:
 
 
 def of_all_but_id(module: bytes) -> str:
-    """16 hex digits of a serialized module without its id, which XLA counts per process."""
+    """16 hex digits that identify a serialized module except for its id, which XLA assigns anew in each process."""
     return of_bytes(b"".join(raw for number, _, raw in _raw_fields(module) if number != _ID))
 
 
 def plain(value: object, fallback: Callable[[object], object] | None = None) -> Any:
     """`value` as JSON data in one canonical form: keys and sets sorted, dataclasses as dicts, enums by name.
 
-    `fallback` converts other types. Raises DhelixError for them if there is none.
+    `fallback` converts values of other types. Without a `fallback`, a value of another type raises DhelixError.
     """
     if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
         return value
@@ -139,7 +143,7 @@ def plain(value: object, fallback: Callable[[object], object] | None = None) -> 
         return f"sha256:{hashlib.sha256(value).hexdigest()}"
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Profile | Times):  # too large to write out: they hold tens of thousands of times
+    if isinstance(value, Profile | Times):  # too large to write out: both hold tens of thousands of times
         return f"{type(value).__name__}:{value.digest}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         options = {f.name: plain(getattr(value, f.name), fallback) for f in dataclasses.fields(value)}
@@ -162,7 +166,7 @@ def plain(value: object, fallback: Callable[[object], object] | None = None) -> 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of dhelix, jax and jaxlib, and a digest of dhelix's sources, which may change within a version."""
+    """Versions of dhelix, jax and jaxlib, and a digest of dhelix's sources (which may change within a version)."""
     found = {}
     for package in ("dhelix", "jax", "jaxlib"):
         try:
@@ -181,12 +185,15 @@ def versions() -> dict[str, str]:
 
 
 def collective_fingerprint(module: HloModule) -> str:
-    """16 hex digits of the collectives of a compiled module in execution order, loops and calls included."""
+    """16 hex digits that identify the collectives of a compiled module and their execution order.
+
+    The collectives in loops and called computations are included.
+    """
     return of_bytes(_collectives_of(module)[module.entry])
 
 
 def collective_order(module: HloModule) -> tuple[str, ...]:
-    """The collectives of a module in execution order, one readable line each; each loop body appears once."""
+    """The collectives of a module in execution order, as one readable line each. Each loop body appears once."""
 
     def walk(computation: Computation) -> Iterator[str]:
         for instruction in sequence_of(computation):
@@ -200,7 +207,10 @@ def collective_order(module: HloModule) -> tuple[str, ...]:
 
 
 def _collectives_of(module: HloModule) -> dict[Computation, bytes]:
-    """By computation, a digest of its own and its callees' collectives; empty if there are none. Linear time."""
+    """Maps each computation to a digest of the collectives in it and in its callees.
+
+    The digest is empty if there are no collectives. Takes time linear in the size of the module.
+    """
     content: dict[Computation, bytes] = {}
     for computation in module.computations:  # callees first
         parts = []
@@ -215,7 +225,7 @@ def _collectives_of(module: HloModule) -> dict[Computation, bytes]:
 
 
 def _with_collectives(instruction: Instruction, content: Mapping[Computation, bytes]) -> list[Computation]:
-    # A `-done` names its start's computation again, which was counted at the start.
+    # A `-done` calls the computation of its start again. That computation was counted at the start.
     if instruction.opcode in ("async-done", "async-update"):
         return []
     return [c for c in instruction.called if content[c]]
@@ -226,7 +236,11 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _describe(instruction: Instruction) -> str:
-    """One line. The digest at its end covers every attribute, in whichever form XLA gives device groups."""
+    """Describes a collective in one line.
+
+    The digest at the end of the line covers all attributes that affect what the collective does. XLA writes device
+    groups in several forms; the digest covers all of them.
+    """
     attributes = schema.InstructionProto()
     attributes.CopyFrom(instruction.proto)
     for field in _NO_ATTRIBUTES:
@@ -236,7 +250,7 @@ def _describe(instruction: Instruction) -> str:
     return f"{instruction.opcode} {shape} channel={instruction.proto.channel_id} attributes={digest}"
 
 
-# Fields with names, ids and scheduling hints of a collective, which do not affect what it does.
+# Fields with names, ids and scheduling hints of a collective. They do not affect what the collective does.
 _NO_ATTRIBUTES = (
     "backend_config",
     "called_computation_ids",
@@ -267,7 +281,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _raw_fields(message: bytes) -> Iterator[tuple[int, bytes | int, bytes]]:
-    """Top-level fields of a serialized proto: number, value (an int for a varint), and the bytes of both."""
+    """Yields the top-level fields of a serialized proto: number, value (an int for a varint), and the bytes of both."""
     position = 0
     while position < len(message):
         start = position

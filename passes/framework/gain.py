@@ -1,12 +1,14 @@
-"""The predicted gain of a step, as data and as text: plain step and ours, by the same evaluator with the same costs.
+"""The predicted gain of a step, as data and as text.
+
+One evaluator times the plain step and the changed step with the same costs:
 
     predicted step time 294.7 ms -> 271.0 ms (1.09 x as fast)
     changes: exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down from overlap +6.4 ms
     where the time goes: kernels 214.2 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms), ...
     peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
 
-A step's time has six parts that add up to it, so a gain has six causes. `guesses` says how much of the prediction rests
-on costs that were not measured.
+A step's time is the sum of six parts, so a gain has six causes. `guesses` says how much of the prediction rests on
+costs that were not measured.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.framework.units import gibibytes, milliseconds
 
-MANY_GUESSES = 0.1  # fraction of guessed costs above which the text mentions them
-_SAME_WORK = 0.01  # relative difference of FLOPs allowed for equal work, because fusions are counted differently
+MANY_GUESSES = 0.1  # the text mentions guessed costs only above this fraction
+_SAME_WORK = 0.01  # steps whose FLOPs differ by at most this fraction do equal work; fusion changes the count a little
 _CAUSES = {
     "exposed": "exposed communication",
     "slow_down": "slow-down from overlap",
@@ -34,21 +36,23 @@ class StepParts:
     `compute + copies + clock + slow_down + exposed + idle` is the whole step.
 
     Attributes:
-      compute: kernels, at their time alone.
-      copies: kernels that only move or fill buffers on the GPU, at their time alone.
-      clock: loss of both because power limits the clock.
-      slow_down: loss of both because they overlap with collectives.
-      exposed: collectives run and compute waits.
+      compute: time of the kernels that compute, each as long as it takes alone.
+      copies: time of the kernels that only move data or fill buffers on the GPU, each as long as it takes alone.
+      clock: time that all these kernels lose because the power limit lowers the clock.
+      slow_down: time that all these kernels lose because they overlap with collectives.
+      exposed: time for which collectives run while compute waits.
       idle: pauses between kernels.
-      flops: floating point operations of the instructions that are known to have any.
-      memory: bytes at the peak, arguments included; 0 if it was not computed.
-      guessed: fraction of the time alone of kernels and collectives that is guessed.
-      guessed_overlap: fraction of the time in which collectives overlap with compute for which no pair was measured.
-      costs: source of the costs, as text for people.
-      assumed: constants in these times that nobody measured, as text for people; "" if there are none.
-      link, setting: link and launch setting of the measured costs; "" for a roofline's.
-      exposed_by: (collective, seconds) for the collectives that compute waits for most, longest first.
-      sent: collectives, at their time alone; not a part of the step's time, because collectives may overlap.
+      flops: floating-point operations of all instructions that are known to have some.
+      memory: peak memory in bytes, arguments included; 0 if it was not computed.
+      guessed: fraction of the kernels' and collectives' total time (each alone) that is a guess.
+      guessed_overlap: fraction of the overlap time for which the profile has no measured pair of collective and
+        compute.
+      costs: source of the costs, as readable text.
+      assumed: constants in these times that were not measured, as readable text; "" if there are none.
+      link, setting: link and launch setting of the measured costs; "" if the costs come from a roofline.
+      exposed_by: (collective, seconds) for the few collectives that compute waits for longest, longest wait first.
+      sent: time of the collectives, each as long as it takes alone. This is no part of the step's time, because
+        collectives may overlap with compute.
     """
 
     compute: float
@@ -75,7 +79,10 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Gain:
-    """A step before and after. `before` is the same micro-batched step without passes, as XLA schedules it."""
+    """The parts of a step without passes (`before`) and with passes (`after`).
+
+    Both steps have the same micro-batches. XLA schedules the step without passes.
+    """
 
     before: StepParts
     after: StepParts
@@ -86,7 +93,7 @@ class Gain:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Seconds by which each part of the step got longer (positive) or shorter, largest difference first."""
+        """Seconds by which each part of the step got longer (positive) or shorter (negative), largest change first."""
         found = {name: getattr(self.after, name) - getattr(self.before, name) for name in _CAUSES}
         return dict(sorted(found.items(), key=lambda item: (-abs(item[1]), item[0])))
 
@@ -95,13 +102,13 @@ class Gain:
         return f"predicted step time {before} -> {after} ({1.0 / (self.ratio or 1.0):.2f} x as fast)"
 
     def why(self) -> str:
-        """Why the times differ, in one line. Causes below 0.2 % of the step are left out."""
+        """Why the times differ, in one line. Causes below 0.2 % of the first step's time are left out."""
         least = self.before.seconds / 500
         causes = [f"{_CAUSES[name]} {_signed(s)}" for name, s in self.causes.items() if abs(s) >= least]
         return f"changes: {', '.join(causes) or 'none above 0.2 % of the step time'}"
 
     def left(self) -> str:
-        """Where the second step's time goes, in one line, longest part first. Parts below 0.5 % are left out."""
+        """Where the second step's time goes, in one line, longest part first. Parts below 0.5 % of it are left out."""
         parts = {name: getattr(self.after, name) for name in _CAUSES}
         waits = ", ".join(f"{words} {milliseconds(seconds)}" for words, seconds in self.after.exposed_by)
         told = {name: milliseconds(seconds) for name, seconds in parts.items()}
@@ -110,7 +117,7 @@ class Gain:
         return f"where the time goes: {', '.join(f'{_CAUSES[name]} {told[name]}' for name in shown)}"
 
     def unequal(self) -> str:
-        """A warning if the two steps do not compute the same amount; "" if they do, or if FLOPs are unknown."""
+        """A warning if the steps' FLOPs differ by more than `_SAME_WORK`; "" if not, or if FLOPs are unknown."""
         before, after = self.before.flops, self.after.flops
         if not before or not after or abs(after / before - 1.0) <= _SAME_WORK:
             return ""
@@ -126,7 +133,7 @@ class Gain:
 
 
 def guesses(step: StepParts) -> str:
-    """The source of the costs; the guessed fractions above `MANY_GUESSES`; and all assumptions."""
+    """Text with the source of the costs, the guessed fractions above `MANY_GUESSES`, and all assumed constants."""
     said = [f"costs from the {step.costs}"]
     if step.guessed > MANY_GUESSES:
         said.append(f"{step.guessed:.0%} of the operators' time is guessed")

@@ -1,4 +1,4 @@
-"""The outcome of a step in a few lines: what changed, the predicted gain, how certain it is, and the compile time.
+"""The outcome of a step in a few lines: the changes, the predicted gain and its certainty, and the compile time.
 
     jit_train_step: two strands over 8 layers, 4 micro-batches
       predicted step time 294.7 ms -> 271.0 ms (1.09 x as fast), compared with the same micro-batched step without
@@ -27,12 +27,14 @@ from dhelix.profiles.profile import FASTEST, SETTINGS
 if TYPE_CHECKING:
     from dhelix.passes.framework.report import Report
 
-_SENT_MORE = 1.25  # the factor of communication alone above which the partitioner must have sharded differently
+# If the collectives of the changed step take longer than the plain step's collectives by more than this factor, XLA's
+# partitioner must have sharded the strands differently. Each collective counts with the time that it takes alone.
+_SENT_MORE = 1.25
 _LAYERS = re.compile(r" x (\d+)$")
 
 
 def headline(found: Report) -> list[str]:
-    """The lines of the headline. The first one names the step and its outcome; the others are details."""
+    """The lines of the headline. The first line names the step and its outcome; the other lines give details."""
     name = fingerprint.unmark(found.module)
     if found.left_alone or not found.changed:
         why = found.left_alone or _why_unchanged(found)
@@ -84,7 +86,7 @@ def _why_unknown(found: Report) -> str:
 
 
 def _to_try(gain: Gain, left_alone: bool = False) -> Iterator[str]:
-    """Advice on what may be faster, or make the prediction more certain."""
+    """Yields at most one line: advice on what may make the step faster, or the prediction more certain."""
     before, after, advice = gain.before, gain.after, []
     if before.sent and after.sent > _SENT_MORE * before.sent:
         sent = f"communication alone {milliseconds(before.sent)} -> {milliseconds(after.sent)}"
@@ -95,7 +97,7 @@ def _to_try(gain: Gain, left_alone: bool = False) -> Iterator[str]:
     if 1.0 <= gain.ratio and not left_alone:
         advice.append("DHELIX=off, because no gain is predicted")
     best = SETTINGS.get(FASTEST.get(after.link, ""))
-    # Assumed costs mean several nodes, where another setting may be faster.
+    # Costs are assumed only between nodes. With several nodes, another setting may be faster.
     if best is not None and best.name != after.setting and not after.assumed:
         flags = f" XLA_FLAGS='{' '.join(best.training_flags)}'" if best.training_flags else ""
         start = " ".join(f"{name}={value}" for name, value in best.environment.items())

@@ -1,9 +1,9 @@
-"""The pass protocol and the manager that runs passes at their stage.
+"""The pass protocol, and the manager that runs each pass at its stage.
 
-Contract. A pass gets a verified module and may edit it freely. Its result is verified before it counts. A pass may
-refuse (PassRefusal), raise another error, or make a module that does not verify or has another signature. In all these
-cases the manager restores the module, reports the reason, logs it once, and the user's job goes on. With `strict=True`
-the manager raises instead.
+Contract. A pass gets a verified module and may edit it freely. The manager verifies the edited module before it uses
+that module. A pass may refuse (PassRefusal) or raise another error. A pass may also make a module that does not verify,
+or a module with another signature. In all these cases the manager restores the module, reports the reason and logs the
+reason once. The user's job goes on. With `strict=True` the manager raises an error instead.
 
 The compiler hook that calls the manager is in `dhelix.runtime.compiler.registration`.
 """
@@ -39,48 +39,48 @@ class Stage(enum.Enum):
 
 
 class PassContext:
-    """The settings of a run, and the notes of the pass that runs."""
+    """What a pass gets besides the module: the setting `strict`, and a list that collects the notes of the pass."""
 
     def __init__(self, strict: bool = False):
         self.strict = strict
         self.notes: list[Note] = []
 
     def note(self, message: str, instruction: object = None, **facts: Any) -> None:
-        """Records what was done or left alone.
+        """Adds a note on what the pass did or left unchanged.
 
         Args:
-          message: one line.
-          instruction: the instruction that it is about, or its name.
-          facts: JSON values; values of other types become text.
+          message: one line of text.
+          instruction: the instruction that the note is about, or the name of that instruction.
+          facts: further data, as JSON values by name. Values of other types become text.
         """
         name = None if instruction is None else str(getattr(instruction, "name", instruction))
         source = source_of(instruction) if isinstance(instruction, Instruction) else ""
         self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str), source))
 
     def left_alone(self, reasons: Mapping[str, int], places: Mapping[str, object] | None = None) -> None:
-        """Notes each reason once with the number of places left unchanged.
+        """Adds one note for each reason why the pass left places unchanged, with the number of such places.
 
         Args:
-          reasons: number of places by reason.
-          places: the first such place by reason.
+          reasons: maps each reason to the number of places.
+          places: maps each reason to the first of its places.
         """
         for reason, count in sorted(reasons.items()):
             self.note(f"left alone: {reason}", (places or {}).get(reason), count=count)
 
 
 class Pass(Protocol):
-    """A pass: a frozen dataclass of options."""
+    """A pass over a module. Each pass is a frozen dataclass of its options."""
 
     @property
     def name(self) -> str:
-        """Kebab-case name, a class attribute."""
+        """The name of the pass in kebab case; a class attribute."""
         ...
 
     @property
     def stage(self) -> Stage: ...
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Edits `module` in place and returns whether it changed. Raises PassRefusal to leave it unchanged."""
+        """Edits `module` in place. Returns whether `module` changed. Raises PassRefusal to leave `module` unchanged."""
         ...
 
 
@@ -98,14 +98,17 @@ class PassManager:
         """Checks the names of `passes` and `disabled`.
 
         Args:
-          passes: in the order in which they run within their stage; names are unique.
+          passes: the passes, in the order in which they run within their stage. No two passes have the same name.
           disabled: names of passes to drop.
-          strict: raise if a pass would be dropped, and check that a pass that reports no change made none.
-          dump_to: folder for the module before and after each pass that runs; "xla": that of `--xla_dump_to`.
-          step: name of the step that the programs belong to. A reason is logged once per step instead of per program.
+          strict: whether a pass that refuses or fails raises an error. If set, the manager also checks that a pass that
+            reports no change made no change.
+          dump_to: folder to which the module is written before and after each pass that runs. "xla" means the folder of
+            XLA's flag `--xla_dump_to`.
+          step: name of the step that the modules belong to. If given, each reason is logged once for the step instead
+            of once for each module.
 
         Raises:
-          UnknownPassError: a name in `disabled` that no pass has.
+          UnknownPassError: no pass has one of the names in `disabled`.
           DhelixError: two passes have the same name.
         """
         self.passes = tuple(passes)
@@ -128,11 +131,11 @@ class PassManager:
         return any(p.stage is stage for p in self.enabled)
 
     def fingerprint(self, module: bytes | None = None, profile: object = None) -> str:
-        """Fingerprint of the inputs: enabled passes with their options, `module`, `profile` and versions."""
+        """The fingerprint of the inputs: enabled passes with their options, `module`, `profile` and versions."""
         return fingerprint.input_fingerprint(self.enabled, module, profile)
 
     def not_run(self, stage: Stage, module_name: str, reason: str) -> StageReport:
-        """The report of a stage that did not run here."""
+        """The report of a stage whose passes did not run, with `reason` as the note of each pass."""
         entries = tuple(
             PassReport(n, p.name, stage.value, report.DISABLED)
             if p.name in self.disabled
@@ -145,12 +148,12 @@ class PassManager:
         """Runs the passes of `stage` over a serialized HloModuleProto.
 
         Args:
-          stage: passes of other stages are skipped.
+          stage: the stage whose passes run.
           module: serialized HloModuleProto.
-          module_name: for dumps and the report; by default the module's own name.
+          module_name: name for dumps and the report; by default the module's own name.
 
         Returns:
-          The new module, or None if nothing changed; and the report of each pass.
+          The new serialized module (None if nothing changed), and the report of the stage.
 
         Raises:
           DhelixError: only with `strict`: a pass refused or failed, or the module is malformed.
@@ -178,7 +181,7 @@ class PassManager:
 
 
 class _Attempt:
-    """One pass over one module: runs, verifies and reports it, or leaves no trace."""
+    """Runs one pass over one module and reports the result. If the pass fails, the module stays as it was."""
 
     def __init__(self, manager: PassManager, number: int, one: Pass, module_name: str):
         self.manager = manager
@@ -190,7 +193,10 @@ class _Attempt:
         self._may_share = one.stage is Stage.PRE_SCHEDULER  # XLA lets two loops share one body at this stage
 
     def run(self, before: bytes, view: HloModule | None) -> tuple[PassReport, bytes, HloModule | None]:
-        """Returns the report, the module after the pass, and its view (None if the pass may have corrupted it)."""
+        """Returns the report, the serialized module after the pass, and the parsed form (`view`) of that module.
+
+        The parsed form is None if the pass may have corrupted it.
+        """
         count = 0
         try:
             if view is None:
@@ -217,7 +223,7 @@ class _Attempt:
             if self.manager.strict and view.to_bytes() != before:
                 raise DhelixError(f"pass {self.one.name} changed the module but reported no change")
             return before
-        after = view.to_bytes()  # before verify, because it sorts the instructions
+        after = view.to_bytes()  # before verify, because to_bytes sorts the instructions
         verify(view, self._may_share)
         if not _same_signature(signature, _signature(view)):
             raise HloVerifyError("the pass changed the shapes that the entry computation takes or returns")
@@ -258,7 +264,7 @@ class _Attempt:
         )
 
     def _dump(self, when: str, module: bytes, view: HloModule) -> None:
-        """Writes `module_NNNN.<module>.<pass number>.<pass>.<when>` as `.hlo.pb` and `.hlo.txt`."""
+        """Dumps the module to `module_NNNN.<module>.<pass number>.<pass>.<when>.hlo.pb`, and as text to `.hlo.txt`."""
         folder = _dump_folder(self.manager.dump_to)
         if folder is None:
             return
@@ -276,11 +282,11 @@ _said: set[tuple[str, ...]] = set()
 
 
 def say_once(message: str, key: tuple[str, ...]) -> None:
-    """Logs a warning once per `key` in this process, and in process 0 only."""
+    """Logs a warning, once per `key` in this process. In a job of several processes, only process 0 logs."""
     if key in _said:
         return
     _said.add(key)
-    # Asking for the process index starts the backends; without jax.distributed there is one process anyway.
+    # `jax.process_index` starts the backends. Without jax.distributed there is only one process anyway.
     if not jax.distributed.is_initialized() or jax.process_index() == 0:
         logging.warning("dhelix: %s", message)
 

@@ -1,8 +1,8 @@
-"""What the pass manager did: frozen data with a JSON form and a table.
+"""Reports of what the pass manager did: frozen data with a JSON form and a table.
 
-A `Report` holds one `StageReport` per stage, which holds one `PassReport` per pass, which holds the notes of that pass.
-The JSON form is stored next to the compilation cache, because no pass runs after a cache hit (docs/design/compiler.md,
-"Names, markers, fingerprints").
+A `Report` holds one `StageReport` per stage. A `StageReport` holds one `PassReport` per pass. A `PassReport` holds the
+notes of its pass. The JSON form is stored next to the compilation cache, because no pass runs when a program comes from
+that cache (docs/design/compiler.md, "Names, markers, fingerprints").
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from dhelix.passes.framework.gain import Gain, StepParts
 
 CHANGED = "changed"
 UNCHANGED = "unchanged"
-REFUSED = "refused"  # raised PassRefusal
-FAILED = "failed"  # raised another error, or its output did not verify
+REFUSED = "refused"  # the pass raised PassRefusal
+FAILED = "failed"  # the pass raised another error, or its output did not verify
 DISABLED = "disabled"
 NOT_RUN = "not run"
 
 _OUTCOME_STYLES = {CHANGED: "green", REFUSED: "yellow", FAILED: "red"}
 
-_LOG_WIDTH = 160  # of tables in files and job logs, which are no terminals
+_LOG_WIDTH = 160  # width in characters of tables in files and job logs
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing that a pass did or left alone.
+    """A note on something that a pass did, or on something that it left unchanged.
 
     Attributes:
-      instruction: name of the instruction that it is about.
-      facts: JSON values only.
+      message: one line of text.
+      instruction: name of the instruction that the note is about, if there is one.
+      facts: further data, as JSON values by name.
       source: where the instruction comes from in the user's program, such as "model.py:31 (forward)".
     """
 
@@ -58,7 +59,7 @@ class Note:
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass over one module. `fingerprint` is that of the module's bytes after the pass."""
+    """The result of one pass over one module. `fingerprint` identifies the module's bytes after the pass."""
 
     number: int
     name: str
@@ -76,7 +77,7 @@ class PassReport:
 
     @property
     def unchanged(self) -> bool:
-        """Whether it ran and found nothing to do."""
+        """Whether the pass ran and found nothing to do."""
         return self.outcome == UNCHANGED
 
     @property
@@ -89,7 +90,7 @@ class PassReport:
 
     @property
     def summary(self) -> list[str]:
-        """The notes without facts, each distinct message once with its count and sources."""
+        """The notes as text without facts. Each distinct message appears once, with its count and sources."""
         counts: dict[str, int] = {}
         sources: dict[str, dict[str, None]] = {}
         for note in self.notes:
@@ -100,12 +101,13 @@ class PassReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """The passes of one stage.
+    """The reports of the passes of one stage.
 
     Attributes:
-      seconds: includes reading, verifying and writing the module.
-      stored: the stage did not run in this process. Its result and this report come from an earlier process.
-      parts: predicted times of the scheduled step, if known.
+      seconds: time of the stage, including the time to read, verify and write the module.
+      stored: whether the stage's result and this report come from an earlier process. If so, the stage did not run in
+        this process.
+      parts: predicted times of the scheduled step; None if unknown.
     """
 
     stage: str
@@ -120,7 +122,7 @@ class StageReport:
         return any(p.changed for p in self.passes)
 
     def together(self) -> tuple[PassReport, ...]:
-        """The passes. If none ran, all for the same reason, a single entry represents all of them."""
+        """The reports of the passes. If no pass ran and all give the same reason, one entry stands for all."""
         if len(self.passes) < 2 or any(p.ran or p.notes != self.passes[0].notes for p in self.passes):
             return self.passes
         first, *others = self.passes
@@ -129,16 +131,16 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All stages of one program.
+    """The reports of all stages of one program.
 
     Attributes:
-      fingerprint: of the inputs (program, options, profile, versions); the marker in the module's name.
-      collective_fingerprint: of the compiled order of collectives; None if it was not computed.
-      left_alone: why the plain step runs in spite of the passes; "" if it does not.
-      gain: gain over the plain step, if both are predicted.
-      compile_seconds: from the lowered step to the callable one, in this process; 0 if it was not compiled there, as
-        with `lower(...).compile()`.
-      plain_seconds: the part of `compile_seconds` for the plain step's schedule.
+      fingerprint: fingerprint of the inputs (program, options, profile, versions), which marks the module's name.
+      collective_fingerprint: fingerprint of the compiled order of collectives; None if it was not computed.
+      left_alone: why the plain step (without passes) runs; "" if the step with passes runs.
+      gain: predicted gain over the plain step; None if the time of either step is not predicted.
+      compile_seconds: time in this process from the lowered step to the callable step. It is 0 if dhelix did not
+        compile the step itself, as with `lower(...).compile()`.
+      plain_seconds: the part of `compile_seconds` that went into the plain step's schedule.
     """
 
     module: str
@@ -173,14 +175,14 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Reads the output of `to_json`. Raises DhelixError if `text` is something else or truncated."""
+        """Reads the output of `to_json`. Raises DhelixError if `text` is no such output or is truncated."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DhelixError(f"not a dhelix report of this version ({error}): delete it and compile again") from None
 
     def table(self, verbose: bool = False) -> Table:
-        """The result of each pass, in run order. `verbose` adds times, instruction counts and all facts."""
+        """A table of the passes' results, in run order. `verbose` adds times, instruction counts and all facts."""
         table = Table(show_edge=False, pad_edge=False)
         for heading in ("pass", "result") if not verbose else ("pass", "stage", "ms", "instructions", "result"):
             table.add_column(heading, justify="right" if heading in ("ms", "instructions") else "left", no_wrap=True)
@@ -191,13 +193,13 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        """The output of `print`, for logs."""
+        """The text that `print` writes, for logs."""
         text = io.StringIO()
         self.print(Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def print(self, console: Console | None = None, verbose: bool = False) -> None:
-        """Prints the step's outcome and gain, then the result of each pass; `verbose`: all details."""
+        """Prints the step's outcome and gain, then the result of each pass. `verbose` adds all details."""
         if console is None:
             console = Console()
             if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Times and bytes as text, each in a suitable unit."""
+"""Converts times and numbers of bytes to text, each in a suitable unit, and text to numbers of bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BYTES = re.compile(r"(\d+(?:\.\d*)?) ?(GiB|MiB|KiB)")
 
 
 def milliseconds(seconds: float) -> str:
-    """Text in ms: whole milliseconds from 1 s, 0.1 ms from 1 ms, microseconds below."""
+    """A time as text in ms, with three decimals below 1 ms, one decimal below 1 s, and no decimals from 1 s on."""
     ms = 1e3 * seconds
     return f"{ms:.{0 if ms >= 1000 else 1 if ms >= 1 else 3}f} ms"
 
 
 def bytes_text(count: int) -> str:
-    """Three digits: 64 MiB, 1.5 GiB."""
+    """A number of bytes as text with three digits, such as 64 MiB or 1.5 GiB."""
     for unit, size in _UNITS.items():
         if count >= size:
             return f"{count / size:{'.3g' if count < 999.5 * size else '.0f'}} {unit}"
@@ -30,13 +30,19 @@ def gibibytes(count: float) -> str:
 
 
 def bytes_option(count: int) -> str:
-    """Text that `parse_bytes` reads, such as 14.168GiB. Rounded up to three decimals, so that it is safe as a limit."""
+    """A number of bytes as text for `parse_bytes`, such as 14.168GiB.
+
+    The number is rounded up to three decimals, so that the text is safe as a memory limit.
+    """
     unit, size = next(((unit, size) for unit, size in _UNITS.items() if count >= size), ("KiB", 2**10))
     return f"{math.ceil(1000 * count / size) / 1000:g}{unit}"
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """Bytes from a number or from text with a unit, such as "60GiB". Raises DhelixError with `name` in its message."""
+    """Reads a number of bytes from a number or from text with a unit, such as "60GiB".
+
+    Raises DhelixError for other values. The message calls the value `name`.
+    """
     found = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is not None:
         return int(float(found[1]) * _UNITS[found[2]])

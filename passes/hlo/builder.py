@@ -36,7 +36,7 @@ class Builder:
         operands: Iterable[Instruction],
         called: Iterable[Computation] | None = None,
     ) -> Instruction:
-        """A copy of `original` with other operands. Drops control predecessors, which belong to the old place."""
+        """Appends a copy of `original` with other operands. The copy has no control predecessors."""
         proto = schema.InstructionProto()
         proto.CopyFrom(original.proto)
         proto.name = self.module.unique_name(original.name)
@@ -55,7 +55,7 @@ class Builder:
         return self.make("parameter", shape, name=name, parameter_number=number)
 
     def element(self, source: Instruction, index: int) -> Instruction:
-        """Element `index` of a tuple. Returns the operand itself if `source` is a `tuple` instruction."""
+        """Element `index` of a tuple. If `source` is a `tuple` instruction, returns the operand at `index`."""
         if source.opcode == "tuple":
             return source.operands[index]
         return self.make("get-tuple-element", source.shape.tuple_shapes[index], [source], tuple_index=index)
@@ -68,7 +68,7 @@ class Builder:
     ) -> Instruction:
         """A loop that starts from `initial`, with the metadata and frontend attributes of `like`.
 
-        Does not take over what the compiler recorded about `like`, such as its trip count and shardings.
+        The loop does not take over what the compiler recorded about `like`, such as its trip count and shardings.
         """
         loop = self.make("while", initial.shape, [initial], name=name, called=[body, condition])
         loop.proto.metadata.CopyFrom(like.proto.metadata)
@@ -131,7 +131,7 @@ class Builder:
         return self.make("transpose", shape, [value], dimensions=order)
 
     def barrier(self, values: Sequence[Instruction]) -> list[Instruction]:
-        """Puts `values` behind one optimization barrier: no result is available before all are."""
+        """Puts one optimization barrier on `values`: no result is available before all values are."""
         group = self.tuple(values)
         fence = self.make("opt-barrier", group.shape, [group])
         return [self.element(fence, n) for n in range(len(values))]

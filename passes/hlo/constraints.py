@@ -1,4 +1,7 @@
-"""Reads and writes shardings: Shardy's text on arguments, constraints and shard_maps, or XLA's tiles (GSPMD)."""
+"""Reads and writes shardings.
+
+Shardy writes a sharding as text on an argument, a constraint or a shard_map. GSPMD writes a sharding as tiles.
+"""
 
 import math
 import re
@@ -11,7 +14,7 @@ from dhelix.passes.hlo.module import HloModule, Instruction
 
 MESHES = "xla.sdy.meshes"
 SHARDING = "xla.sdy.sharding"
-REPLICATED, TILED = 0, 3  # XLA's OpSharding.Type; TILED is its OTHER
+REPLICATED, TILED = 0, 3  # values of XLA's OpSharding.Type; XLA calls TILED "OTHER"
 AXIS = re.compile(r'"[^"]*"(?::\(\d+\)\d+)?')
 
 Axes = tuple[str, ...]
@@ -25,9 +28,9 @@ class Split:
 
     Attributes:
       mesh: name of the mesh.
-      axes: for each dimension, the mesh axes that split it, with quotes as in the text.
+      axes: for each dimension, the mesh axes that split it, in quotes as in the text.
       free: for each dimension, whether propagation may split it over more axes.
-      more: the rest of the text, such as sums over devices that are still open.
+      more: the rest of the text, such as the mesh axes over which the array still has to be summed (`unreduced`).
     """
 
     mesh: str
@@ -42,12 +45,16 @@ class Split:
 
     @property
     def is_open(self) -> bool:
-        """Whether a sum over devices is still open."""
+        """Whether the array still has to be summed over devices."""
         return "unreduced={" in self.more
 
     @property
     def over(self) -> list[Over]:
-        """The split by axis names. A dimension split over part of an axis counts as left to propagation."""
+        """The names of the axes that split each dimension.
+
+        An entry is None (left to propagation) if propagation may split the dimension further, or if only a part of an
+        axis splits the dimension.
+        """
         whole = [not free and ":" not in "".join(axes) for axes, free in zip(self.axes, self.free, strict=True)]
         return [
             tuple(axis.strip('"') for axis in axes) if known else None
@@ -56,7 +63,7 @@ class Split:
 
 
 def splits(text: str) -> list[Split]:
-    """All splits that the text of an attribute lists. Raises PassRefusal for a mesh without a name."""
+    """All splits in the text of an attribute. Raises PassRefusal for a mesh without a name."""
     _, *pieces = text.split("<@")
     if "<mesh<" in text:
         raise PassRefusal("a sharding uses a mesh without a name")
@@ -78,17 +85,23 @@ def meshes(module: HloModule) -> dict[str, str]:
 
 
 def mesh_axes(module: HloModule, name: str) -> dict[str, int]:
-    """Axes of a mesh (quoted, as in `Split.axes`) and their sizes. Empty if the module does not define the mesh."""
+    """Maps each axis of a mesh (in quotes) to its size. The map is empty if the module does not define the mesh."""
     return {axis: int(size) for axis, size in re.findall(r'("[^"]*")=(\d+)', meshes(module).get(name, ""))}
 
 
 def is_sharding_constraint(instruction: Instruction) -> bool:
-    """Whether it tells the partitioner how its operand is split. JAX constrains even counters on explicit meshes."""
+    """Whether an instruction tells the partitioner how its operand is split.
+
+    On meshes with explicit axes, JAX constrains even loop counters.
+    """
     return instruction.opcode == "custom-call" and instruction.proto.custom_call_target == "Sharding"
 
 
 def stated(value: Instruction) -> Split | None:
-    """Shardy's split of a parameter or constraint, `...<@mesh, [{"dp"}, {}]>...`. None if there is none or several."""
+    """The split in Shardy's text on a parameter or constraint, `...<@mesh, [{"dp"}, {}]>...`.
+
+    None if the text has no split or several splits.
+    """
     text = value.proto.frontend_attributes.map.get(SHARDING, "")
     if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("<@") != 1:
         return None
@@ -97,7 +110,7 @@ def stated(value: Instruction) -> Split | None:
 
 
 def leaves_open(constraint: Instruction) -> bool:
-    """Whether the constraint says that a sum over devices is still open."""
+    """Whether the constraint says that its array still has to be summed over devices."""
     known = stated(constraint)
     return known is not None and known.is_open
 
@@ -105,12 +118,12 @@ def leaves_open(constraint: Instruction) -> bool:
 def constrained(
     builder: Builder, value: Instruction, split: Sequence[Over], mesh: str, axes: Mapping[str, int]
 ) -> Instruction:
-    """`value` behind a new sharding constraint.
+    """Adds a sharding constraint on `value`, and returns the constraint.
 
     Args:
-      split: the split of each dimension.
+      split: for each dimension, the mesh axes that split it (`Over`).
       mesh: name of Shardy's mesh; empty for GSPMD, which reads tiles.
-      axes: the mesh's axes and their sizes. GSPMD needs them in device order: the last axis changes fastest.
+      axes: the mesh's axes and their sizes. GSPMD needs the axes in device order: the last axis changes fastest.
     """
     made = builder.make("custom-call", value.shape, [value], custom_call_target="Sharding")
     if mesh:
@@ -121,7 +134,7 @@ def constrained(
 
 
 def state(value: Instruction, split: Sequence[Over], mesh: str) -> None:
-    """Writes Shardy's sharding attribute on a parameter or a constraint. `split`: as for `constrained`."""
+    """Writes Shardy's sharding attribute on a parameter or a constraint. `split` is as in `constrained`."""
     texts = ["{?}" if over is None else "{" + ", ".join(f'"{axis}"' for axis in over) + "}" for over in split]
     said = f"<@{mesh}, [{', '.join(texts)}]>"
     full = f"#sdy.sharding{said}" if value.opcode == "parameter" else f"#sdy.sharding_per_value<[{said}]>"

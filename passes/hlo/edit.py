@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.module import Computation, Instruction
 
-# Opcodes that apply a scalar computation to elements of their operands; several instructions may share it.
+# Opcodes that apply a scalar computation to elements of their operands. Several instructions may share the computation.
 _APPLIED = frozenset(
     "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter sort".split()
 )
@@ -16,24 +16,25 @@ ELEMENTWISE = frozenset(
 """Arithmetic opcodes that compute each result element from the operand elements at the same position."""
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 TO_LOCAL, TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
-"""Custom calls before and after the call of a `shard_map`. A side-effect mark keeps passes from dropping one alone."""
+"""Custom calls before and after the call of a `shard_map`. Both have a side-effect mark, so no pass drops only one.
+"""
 SHARDING = "Sharding"
-"""Custom call of a sharding constraint. One that leaves a sum over devices open (`unreduced`) has that mark, too."""
+"""Custom call of a sharding constraint. It has a side-effect mark, too, if its array still has to be summed."""
 
 
 def combines_by(reduction: Instruction) -> str:
     """The opcode with which a reduction, scatter or all-reduce combines two numbers.
 
-    Empty if the combination takes more than one operation.
+    The result is empty if the combination takes more than one operation.
     """
     root = reduction.called[0].root
     return root.opcode if set(root.operands) == set(reduction.called[0].parameters) else ""
 
 
 def has_side_effect(instruction: Instruction) -> bool:
-    """Whether the instruction does more than compute its result. Effects of called computations count.
+    """Whether the instruction does more than compute its result.
 
-    Side-effect marks of shardings and shard_map ends do not count.
+    Side effects of called computations count. Side-effect marks of `SHARDING`, `TO_LOCAL` and `TO_GLOBAL` do not.
     """
     pending = [instruction]
     seen: set[Computation] = set()
@@ -54,14 +55,14 @@ def _has_effect(call: Instruction) -> bool:
 
 
 def copy_called(instruction: Instruction) -> list[Computation]:
-    """Called computations for a copy of `instruction`. Loops, branches, calls and fusions get their own copies."""
+    """The called computations for a copy of `instruction`. Loops, branches, calls and fusions get their own copies."""
     if instruction.opcode in _APPLIED:
         return instruction.called
     return [copy_computation(c) for c in instruction.called]
 
 
 def copy_computation(original: Computation) -> Computation:
-    """Copies a computation and those of the loops, branches, calls and fusions in it, with their schedules."""
+    """Copies a computation, the computations of its loops, branches, calls and fusions, and all their schedules."""
     module = original.module
     copy = module.new_computation(original.name)
     name, number = copy.name, copy.id
@@ -81,8 +82,8 @@ def copy_instructions(
     """Appends copies of `instructions`, which list operands before users.
 
     Args:
-      copies: maps values from outside that `instructions` read. Receives each new copy. Instructions that it already
-        maps are not copied.
+      copies: for each value that `instructions` read from outside, the value that the copies read instead. Receives
+        each new copy. Instructions that are in `copies` already are not copied.
     """
     made = [i for i in instructions if i not in copies]
     for instruction in made:
@@ -99,7 +100,7 @@ def replace_uses(computation: Computation, old: Instruction, new: Instruction) -
 
 
 def replace_all_uses(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
-    """`replace_uses` for many instructions in one sweep: maps old to new."""
+    """Does `replace_uses` for many instructions in one sweep. `stands_for` maps old instructions to new ones."""
     for instruction in computation.instructions:
         if any(o in stands_for for o in instruction.operands):
             instruction.operands = [
@@ -127,7 +128,7 @@ def take_over(computation: Computation, changed: Computation) -> None:
 
 
 def share_equal(computation: Computation) -> None:
-    """Merges instructions that compute the same from the same operands. Keeps calls and side effects apart."""
+    """Merges instructions that compute the same from the same operands. Does not merge calls or side effects."""
     computation.sort()
     first: dict[tuple[bytes, tuple[Instruction, ...]], Instruction] = {}
     stands_for: dict[Instruction, Instruction] = {}
@@ -149,9 +150,9 @@ def share_equal(computation: Computation) -> None:
 def inline_calls(computation: Computation, keep: Callable[[Instruction], bool] = lambda call: False) -> int:
     """Replaces each `call` in `computation` by the callee's instructions, recursively, unless `keep(call)`.
 
-    Lowered JAX calls functions for `jit`, `custom_vjp` and loop bodies; XLA inlines them later. As in XLA, the call's
-    name stack is put before the callee's name stacks. Reads of elements of a `tuple` instruction become reads of its
-    operands. Returns the number of calls replaced.
+    JAX lowers `jit`, `custom_vjp` and loop bodies to calls of functions. XLA inlines these functions later. As in XLA,
+    the call's name stack is put before the callee's name stacks. Reads of elements of a `tuple` instruction become
+    reads of its operands. Returns the number of calls replaced.
     """
     computation.sort()
     computation.module.reserve_names()
@@ -169,9 +170,11 @@ def _inline(
     keep: Callable[[Instruction], bool],
     stack: str | None,
 ) -> int:
-    """Appends `instructions` with their calls replaced: copies under the name stack `stack`, originals if it is None.
+    """Appends `instructions` and replaces their calls. Returns the number of calls replaced.
 
-    `values` maps the parameters. It receives the replacement of every instruction.
+    Appends copies with `stack` before their name stacks, or the instructions themselves if `stack` is None.
+
+    `values` maps parameters to arguments, and receives the replacement of every instruction.
     """
     placed = builder.computation.instructions
     bodies: dict[Instruction, list[Instruction]] = {}
@@ -209,7 +212,10 @@ def _join(outer: str | None, inner: str) -> str:
 
 
 def put_under(stack: str, instruction: Instruction) -> None:
-    """Puts `stack` before the name stacks of `instruction` and its loop body or branches. Inlining handles callees."""
+    """Puts `stack` before the name stacks of `instruction` and of all instructions in its loop body or branches.
+
+    Does not change the computations of calls, because inlining does that.
+    """
     if instruction.op_name:
         instruction.proto.metadata.op_name = _join(stack, instruction.op_name)
     if instruction.opcode in ("while", "conditional"):

@@ -9,7 +9,7 @@ CONTROL_FLOW = frozenset(("while", "call", "conditional"))
 
 
 def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
-    """The seeds and everything that depends on them. One sweep suffices, because operands come before users."""
+    """The seeds and all instructions that depend on them. One sweep suffices, because operands come before users."""
     found = set(seeds)
     for instruction in computation.instructions:
         if not found.isdisjoint(instruction.operands) or not found.isdisjoint(instruction.control_predecessors):
@@ -18,7 +18,7 @@ def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[I
 
 
 def ancestors(computation: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
-    """The seeds and everything that they depend on."""
+    """The seeds and all instructions that they depend on."""
     found = set(seeds)
     for instruction in reversed(computation.instructions):
         if instruction in found:
@@ -44,9 +44,9 @@ def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
 
 
 def run_once(computation: Computation) -> list[Computation]:
-    """`computation` and its callees through calls and conditionals (shard_map bodies and branches too), without loops.
+    """`computation` and all computations that it runs at most once: callees of calls and branches of conditionals.
 
-    Callers come first.
+    Bodies of shard_maps are included. Bodies of loops are not. Callers come first.
     """
     once = [i for i in walk(computation, _is_call) if _is_call(i)]
     return list(dict.fromkeys([computation, *(called for i in once for called in i.called)]))
@@ -57,7 +57,10 @@ def _is_call(instruction: Instruction) -> bool:
 
 
 def walk(computation: Computation, into: Callable[[Instruction], bool] = lambda i: True) -> Iterator[Instruction]:
-    """Yields the instructions of `computation` and, if `into(instruction)`, those of its callees, callers first."""
+    """Yields the instructions of `computation`.
+
+    After each instruction for which `into` is true, yields the instructions of its callees.
+    """
     for instruction in computation.instructions:
         yield instruction
         if instruction.called and into(instruction):

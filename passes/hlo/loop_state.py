@@ -1,6 +1,6 @@
-"""Edits of a loop in place: adding and dropping state elements, merging two loops, splitting one loop in two.
+"""Edits loops in place: adds and drops state elements, merges two loops, and splits one loop in two.
 
-Each edit keeps the loop's other elements, their values and their readers. It renumbers elements in the body, the
+Each edit keeps the loop's other elements, their values and their readers. Each edit renumbers elements in the body, the
 condition, the initial tuple and the readers of the result.
 """
 
@@ -19,7 +19,10 @@ Copies = dict[Instruction, Instruction]
 
 
 def add_element(loop: Instruction, initial: Instruction) -> Instruction:
-    """Adds a state element, which is loop-invariant until the caller edits the body's root. Returns the body's read."""
+    """Adds a state element and returns the instruction that reads this element in the body.
+
+    The element is loop-invariant until the caller edits the body's root.
+    """
     body, condition = loop.called
     for owner in (loop, body.parameters[0], condition.parameters[0], body.root):
         owner.shape.tuple_shapes.add().CopyFrom(initial.shape)
@@ -35,7 +38,7 @@ def add_element(loop: Instruction, initial: Instruction) -> Instruction:
 def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
     """Removes elements that only the body's root uses.
 
-    Raises ValueError if the body, the condition or a reader of the loop's result still uses one.
+    Raises ValueError if the body, the condition or a reader of the loop's result still uses such an element.
     """
     dropped = set(indices)
     body, condition = loop.called
@@ -68,7 +71,7 @@ def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
 
 
 def _elements(start: Instruction) -> list[Instruction]:
-    """The elements of an initial state. Adds `get-tuple-element`s if it is not a `tuple` instruction."""
+    """The elements of the initial state `start`. Adds `get-tuple-element`s if `start` is not a `tuple` instruction."""
     if start.opcode == "tuple":
         return list(start.operands)
     builder = Builder(start.computation)
@@ -78,16 +81,20 @@ def _elements(start: Instruction) -> list[Instruction]:
 def merge(
     first: Instruction, second: Instruction, name: str, threaded: Mapping[int, int] | None = None
 ) -> tuple[Instruction, Copies, Copies]:
-    """Merges two loops into one whose body does an iteration of each. Readers of both loops then read the merged loop.
+    """Merges two loops into one loop. Each iteration of the merged loop does one iteration of both loops.
 
-    The caller has proved that the trip counts are equal and the loops are independent, except for `threaded`.
-    The merged loop carries an element of `second` only once if it equals an element of `first`: an invariant with the
-    same initial value, or a counter with the same values. The merged loop has the frontend attributes of both loops.
-    If both have an attribute, it keeps `first`'s value (`differing_attributes`).
+    Readers of both loops then read the merged loop.
+
+    The caller has proved that the trip counts are equal and the loops are independent, except for `threaded`. If an
+    element of `second` equals an element of `first`, the merged loop carries only one of the two. Two invariants are
+    equal if they have the same initial value. Two counters are equal if they have the same values. The merged loop has
+    the frontend attributes of both loops. If both loops have an attribute, the value of `first` remains.
+    `differing_attributes` finds attributes with two values.
 
     Args:
-      threaded: element of `second` -> element of `first` whose result is its initial value. Both loops then update one
-        buffer, `first` before `second` in each iteration. The caller has proved that they touch different slots.
+      threaded: maps an element of `second` to the element of `first` whose result is its initial value. In the merged
+        loop, both loops' updates go to one buffer. In each iteration, the update of `first` comes before the update of
+        `second`. The caller has proved that the two loops touch different slots of this buffer.
 
     Returns:
       The merged loop, and for each old body a map from its instructions to their copies.
@@ -131,13 +138,13 @@ def merge(
 
 
 def differing_attributes(first: Instruction, second: Instruction) -> list[tuple[str, str, str]]:
-    """Attributes whose values differ in the two loops: (name, value in `first`, value in `second`)."""
+    """Frontend attributes of both loops with different values: (name, value in `first`, value in `second`)."""
     kept, lost = attributes(first), attributes(second)
     return [(key, kept[key], lost[key]) for key in sorted(kept.keys() & lost.keys()) if kept[key] != lost[key]]
 
 
 def _places(a: WhileLoop, b: WhileLoop, threaded: Mapping[int, int]) -> dict[int, int]:
-    """Maps each element of `b` to its element of the merged state. Elements below `a.size` are `a`'s own."""
+    """Maps each element of `b` to its element of the merged state. The merged state begins with all elements of `a`."""
     known = {a.initial(k): k for k in sorted(a.invariants, reverse=True)}
     place: dict[int, int] = {}
     free = a.size
@@ -154,7 +161,7 @@ def _places(a: WhileLoop, b: WhileLoop, threaded: Mapping[int, int]) -> dict[int
 
 
 def _same_course(a: WhileLoop, j: int, b: WhileLoop, k: int) -> bool:
-    """Whether two counters hold the same values in every iteration and after the last one."""
+    """Whether counter `j` of `a` equals counter `k` of `b` in every iteration and after the last iteration."""
     same_shape = shapes.same(a.instruction.shape.tuple_shapes[j], b.instruction.shape.tuple_shapes[k])
     if not (same_shape and a.counters and b.counters) or a.counters[0][j] != b.counters[0][k]:
         return False
@@ -163,7 +170,10 @@ def _same_course(a: WhileLoop, j: int, b: WhileLoop, k: int) -> bool:
 
 
 def _copy_body(builder: Builder, loop: WhileLoop, state: Sequence[Instruction]) -> Copies:
-    """Copies all instructions except the root, the parameter and its reads. `state` replaces the reads."""
+    """Copies the instructions of a loop body, except the root, the parameter and the reads of the parameter.
+
+    The values in `state` replace the reads of the parameter.
+    """
     copies = {read: state[k] for read, k in loop.reads.items()}
     left_out = (*loop.body.parameters, loop.body.root)
     rest = [i for i in loop.body.instructions if i not in copies and i not in left_out]
@@ -179,7 +189,10 @@ def _copy_condition(loop: WhileLoop, initial: Instruction, name: str) -> Computa
 
 
 def _redirect(computation: Computation, old: Instruction, new: Instruction, place: Callable[[int], int]) -> None:
-    """Makes readers of `old`'s result read `new`'s. A reader of the whole tuple gets a rebuilt tuple."""
+    """Makes readers of the result of `old` read the result of `new`. `place` maps element numbers from old to new.
+
+    A reader of the whole tuple gets a rebuilt tuple.
+    """
     whole: Instruction | None = None
     for user in computation.users()[old]:
         if user.opcode == "get-tuple-element":
@@ -193,7 +206,9 @@ def _redirect(computation: Computation, old: Instruction, new: Instruction, plac
 
 
 def split(loop: Instruction, at: int, names: tuple[str, str]) -> tuple[Instruction, Instruction]:
-    """Replaces `loop` by two loops called `names`: its first `at` iterations, and the rest under its own condition.
+    """Replaces `loop` by two loops with the names `names`.
+
+    The first loop does the first `at` iterations. The second loop does the rest, with the condition of `loop`.
 
     Invariants enter both loops with their original initial value. Raises PassRefusal if `loop` is not proved to run
     more than `at` iterations, counted by one counter that only rises or only falls.
@@ -220,7 +235,7 @@ def bounded_condition(loop: WhileLoop, trips: int, state: Any) -> Computation:
     """Makes a loop condition that is true for the first `trips` iterations of `loop`.
 
     Args:
-      state: shape of the loop state that the condition reads. It begins with the elements of `loop`.
+      state: shape of the loop state that the condition reads. This state begins with the elements of `loop`.
 
     Raises:
       PassRefusal: the loop is not proved to run more than `trips` iterations, several counters decide its trip count,

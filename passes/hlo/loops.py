@@ -1,9 +1,9 @@
 """`while` loops: state, invariants, trip counts, and scalar integers that follow from the loop counter.
 
-Trip counts are proved, never guessed: `WhileLoop.counters` executes the part of the state that the loop condition
-depends on, from its constant initial values, with XLA's integer semantics. This covers any counter that `lax.scan`,
-`fori_loop` or `while_loop` makes from constants, up or down, with any step. A loop whose condition depends on anything
-else has no proved trip count.
+Trip counts are proved, never guessed. `WhileLoop.counters` takes the part of the loop state that the loop condition
+depends on. From its constant initial values, it computes this part for each iteration, with XLA's integer semantics.
+This covers any counter that `lax.scan`, `fori_loop` or `while_loop` makes from constants, up or down, with any step. A
+loop whose condition depends on anything else has no proved trip count.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _BINARY = {
 
 
 class Unknown(Exception):
-    """The value is not a scalar integer that follows from the given values."""
+    """A value is no scalar integer, or does not follow from the given values."""
 
 
 def _divide(a: int, b: int) -> int:
@@ -49,7 +49,10 @@ def _divide(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class WhileLoop:
-    """A `while` over a tuple. Raises PassRefusal for other loops, such as JAX's loops over a single array."""
+    """A `while` whose state is a tuple.
+
+    Raises PassRefusal for other loops, such as JAX's loops over a single array.
+    """
 
     instruction: Instruction
 
@@ -79,7 +82,7 @@ class WhileLoop:
 
     @cached_property
     def reads(self) -> dict[Instruction, int]:
-        """The body's reads of its state: `get-tuple-element` -> index."""
+        """Maps each `get-tuple-element` that reads the state in the body to the index of the state element."""
         return {i: i.tuple_index for i in self.body.instructions if _reads_parameter(i)}
 
     @cached_property
@@ -99,7 +102,10 @@ class WhileLoop:
 
     @cached_property
     def deciding_indices(self) -> frozenset[int]:
-        """State elements that decide the trip count: those that the condition reads, and their sources in the body."""
+        """State elements that decide the trip count.
+
+        These are the elements that the condition reads, and all elements that they depend on.
+        """
         return self._sources([self.condition.root])
 
     @cached_property
@@ -110,20 +116,20 @@ class WhileLoop:
 
     @cached_property
     def trip_count(self) -> int | None:
-        """How often the body runs; None if that does not follow from constants."""
+        """How often the body runs; None if the number does not follow from constants."""
         counters = self.counters
         return None if counters is None else len(counters)
 
     @cached_property
     def counters(self) -> list[dict[int, int]] | None:
-        """For each iteration, the values of the deciding state elements at its start; None if they are not proved."""
+        """For each iteration, the deciding state elements' values at its start; None if they are not proved."""
         try:
             state = {k: self._initial_value(k) for k in sorted(self.deciding_indices)}
             history: list[dict[int, int]] = []
             while evaluate(self.condition.root, state):
                 history.append(state)
                 state = {k: evaluate(self.body.root.operands[k], state) for k in state}
-                if len(history) == _MAX_TRIPS or state == history[-1]:  # an unchanged state never ends
+                if len(history) == _MAX_TRIPS or state == history[-1]:  # a loop with an unchanged state never ends
                     return None
         except Unknown:
             return None
@@ -136,7 +142,7 @@ class WhileLoop:
         return evaluate(value, {})
 
     def index_table(self, value: Instruction) -> list[int] | None:
-        """`value`, a scalar of the body, in each iteration; None if it does not follow from constants."""
+        """For each iteration, the value of the body's scalar `value`; None if it does not follow from constants."""
         if self.counters is None:
             return None
         needed = self._sources([value])
@@ -196,7 +202,7 @@ def evaluate(value: Instruction, state: Mapping[int, int], known: Mapping[Instru
       known: values of other instructions.
 
     Raises:
-      Unknown: the value does not follow from these.
+      Unknown: the value does not follow from `state` and `known`.
     """
     memo: dict[Instruction, int] = dict(known or {})
     stack = [value]
@@ -257,7 +263,7 @@ def _apply(instruction: Instruction, operands: list[int]) -> int:
 
 
 def _wrap(value: int, element_type: int) -> int:
-    """Wraps to XLA's fixed-width two's complement integers. Predicates become 0 or 1."""
+    """Wraps a number to one of XLA's fixed-width two's complement integers. A predicate becomes 0 or 1."""
     if element_type == shapes.PRED:
         return int(bool(value))
     bits, signed = _WIDTH[element_type]

@@ -1,12 +1,12 @@
-"""A `shard_map` in HLO: three instructions that stay together around a computation on each device's parts of arrays.
+"""A `shard_map` in HLO: three instructions that stay together. They run a computation on each device's parts of arrays.
 
     a = custom-call(x), custom_call_target="xla.sdy.GlobalToLocalShape"     x: a whole array; a: this device's part
     b = call(a), to_apply=xla.sdy.manual_computation_body
     y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
 
 Attributes of the custom calls list the mesh axes that split each dimension, and the manual axes. A shard_map without
-operands has no first custom call. A shard_map without results has no last one. docs/design/programs.md describes what
-happens to the three instructions; `shardy_import.py` reads them back.
+operands has no first custom call. A shard_map without results has no last custom call. docs/design/programs.md
+describes what happens to the three instructions. `shardy_import.py` turns them back into an operation of Shardy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AXES, _IN, _OUT = "xla.sdy.manual_axes", "xla.sdy.in_shardings", "xla.sdy.out_s
 
 @dataclass(frozen=True)
 class ManualComputation:
-    """The three instructions of one shard_map."""
+    """The three instructions of one shard_map. A missing custom call is None."""
 
     to_local: Instruction | None
     call: Instruction
@@ -56,7 +56,7 @@ class ManualComputation:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some mesh axes are not manual, so the partitioner handles them. True if a mesh is unknown."""
+        """Whether some mesh axes are not manual. The partitioner handles these axes. True if a mesh is unknown."""
         module = self.call.computation.module
         names = dict.fromkeys(split.mesh for _, split in (*self.operands, *self.results))
         meshes = [mesh_axes(module, name) for name in names]
@@ -64,7 +64,7 @@ class ManualComputation:
 
     @property
     def operands(self) -> list[tuple[Instruction, Split]]:
-        """For each parameter of the body: the whole array, and how it is split."""
+        """For each parameter of the body: the whole array, and how this array is split."""
         if self.to_local is None:
             return []
         listed = splits(_attribute(self.to_local, _IN))
@@ -73,7 +73,7 @@ class ManualComputation:
 
     @property
     def results(self) -> list[tuple[int, Split]]:
-        """For each result: its element of the body's result tuple, and how the whole array is split."""
+        """For each result: its index in the body's result tuple, and how the whole array is split."""
         if self.to_global is None:
             return []
         listed = splits(_attribute(self.to_global, _OUT))
@@ -81,7 +81,7 @@ class ManualComputation:
 
 
 def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
-    """Groups of devices that differ only in their coordinates along `axes` of mesh `name`.
+    """Groups of devices of mesh `name`. The devices of a group differ only in their coordinates along `axes`.
 
     Raises PassRefusal if the module does not declare these axes of the mesh.
     """
@@ -97,17 +97,17 @@ def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
 
 
 def is_manual(call: Instruction) -> bool:
-    """Whether a call runs the body of a `shard_map`. It must stay a call, because the partitioner looks for it."""
+    """Whether a call runs the body of a `shard_map`. Such a call must stay, because the partitioner looks for it."""
     return call.opcode == "call" and "xla.sdy" in call.called[0].name
 
 
 def stays_a_call(call: Instruction) -> bool:
-    """Whether a call must not be inlined: a shard_map, a composite, or a call with the attribute `inlineable`."""
+    """Whether a call must not be inlined: the call of a shard_map or composite, or a call marked `inlineable`."""
     return "inlineable" in call.proto.frontend_attributes.map or is_manual(call) or call.proto.is_composite
 
 
 def inline_all(computation: Computation) -> None:
-    """Inlines calls in `computation` and its loops unless `stays_a_call`, and drops dead code."""
+    """Inlines the calls in `computation` and its loops unless `stays_a_call(call)`. Drops dead code."""
     inline_calls(computation, keep=stays_a_call)
     drop_dead(computation)
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
@@ -117,7 +117,7 @@ def inline_all(computation: Computation) -> None:
 def manual_computations(computation: Computation) -> list[ManualComputation]:
     """The shard_maps of `computation`, in order.
 
-    Raises PassRefusal if one is not made of the three instructions that the module's docstring shows.
+    Raises PassRefusal if a shard_map does not consist of the three instructions in the docstring of this file.
     """
     users = computation.users()
     found = []
@@ -132,7 +132,11 @@ def manual_computations(computation: Computation) -> list[ManualComputation]:
 
 
 def elements(value: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> list[tuple[Instruction, int]]:
-    """The results of one of the three instructions with their numbers: its tuple elements, or (itself, 0)."""
+    """The results of one of the three instructions, each with its number.
+
+    If the instruction returns a tuple, the results are the instructions that read its elements. Otherwise the result is
+    the instruction itself, with number 0.
+    """
     return [(i, _index(i)) for i in _parts(value, users)]
 
 
@@ -146,9 +150,9 @@ def make_manual(
     """Appends a shard_map over the manual axes of `like`. Returns the shard_map and its results (whole arrays).
 
     Args:
-      operands: one whole array per parameter of `body`, and how it is split.
-      body: returns a tuple.
-      results: for each element of that tuple the shape of the whole array, and how it is split.
+      operands: for each parameter of `body`, the whole array and how this array is split.
+      body: the computation of the shard_map. It returns a tuple.
+      results: for each element of that tuple, the shape of the whole array and how this array is split.
     """
     builder = Builder(computation)
     edge = like.to_local or like.to_global
@@ -170,7 +174,10 @@ def make_manual(
 
 
 def _describe(edge: Instruction, target: str, made: Iterable[Any], name: str, listed: Sequence[Split]) -> None:
-    """Turns `edge`, a copy of either end of a shard_map, into an end with this target, result shapes and splits."""
+    """Gives a custom call of a shard_map another target, other result shapes and other splits.
+
+    `edge` is a copy of either custom call.
+    """
     edge.proto.custom_call_target = target
     edge.proto.shape.CopyFrom(shapes.tuple_of(made))
     attributes = edge.proto.frontend_attributes.map

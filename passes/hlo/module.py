@@ -1,11 +1,11 @@
 """An HLO module as a graph of Python objects over `HloModuleProto`.
 
 `HloModule.from_bytes` turns ids into references (`instruction.operands`, `instruction.called`), so passes edit
-pointers and never ids. `to_bytes` gives ids to new instructions and writes references back as ids. Fields that the
+references and never ids. `to_bytes` gives ids to new instructions and writes references back as ids. Fields that the
 schema does not declare stay in each object's `proto` and are written back unchanged.
 
-`computation.instructions` holds operands before users. `module.computations` holds callees before callers. A pass
-may append out of order: `to_bytes` restores the order and moves only what must move.
+`computation.instructions` holds operands before users. `module.computations` holds callees before callers. A pass may
+append instructions and computations out of order. `to_bytes` restores the order and moves only those that must move.
 """
 
 import re
@@ -25,7 +25,7 @@ NEW = -1  # id of an instruction that `to_bytes` has not numbered yet; 0 is a va
 
 
 class Instruction:
-    """One HLO instruction, compared and hashed by identity. Attributes that are not listed here are in `proto`."""
+    """One HLO instruction, compared and hashed by identity. All other attributes are in `proto`."""
 
     __slots__ = ("called", "computation", "control_predecessors", "operands", "proto")
 
@@ -50,7 +50,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX's name stack of the place in the user's program, such as `jit(step)/while/body/dot_general`."""
+        """JAX's name stack: the place in the user's program, such as `jit(step)/while/body/dot_general`."""
         return self.proto.metadata.op_name
 
     @property
@@ -104,10 +104,10 @@ class Computation:
 
 
 class HloModule:
-    """A parsed module. `schedule` maps computations to instruction sequences; empty before scheduling.
+    """A parsed module. `schedule` maps computations to instruction sequences. It is empty before scheduling.
 
     Attributes:
-      device_counts: (number of replicas, number of partitions); both 0 if the module does not say.
+      device_counts: (number of replicas, number of partitions); both are 0 if the module does not give them.
     """
 
     def __init__(self, source: bytes, origin: str = "the input") -> None:
@@ -121,7 +121,7 @@ class HloModule:
         assigned = self.proto.device_assignment
         self.device_counts: tuple[int, int] = assigned.replica_count, assigned.computation_count
         self.computations = [Computation(proto, self) for proto in self.proto.computations]
-        del self.proto.computations[:]  # from here on the Computation objects hold them
+        del self.proto.computations[:]  # from here on, the Computation objects hold these protos
         self._last_computation = max((c.id for c in self.computations), default=0)
         try:
             by_id = _by_id(self.computations)
@@ -140,7 +140,7 @@ class HloModule:
                 "missing or duplicated; give a whole HloModuleProto, as --xla_dump_hlo_as_proto writes it"
             ) from None
         reachable = self._callees([self.entry])
-        self._unused = [c for c in self.computations if c not in reachable]  # unused in the input: kept
+        self._unused = [c for c in self.computations if c not in reachable]  # kept, although nothing calls them
 
     @classmethod
     def from_bytes(cls, source: bytes) -> "HloModule":
@@ -200,7 +200,7 @@ class HloModule:
 
     @property
     def partitions(self) -> int:
-        """Number of partitions if the module has one replica; 0 if it has more or does not say."""
+        """Number of partitions if the module has one replica; 0 if it has several, or does not give the numbers."""
         found = self.proto.device_assignment
         return found.computation_count if found.replica_count == 1 else 0
 
@@ -226,7 +226,7 @@ class HloModule:
         return f"{stem}.{self._names[stem]}"
 
     def reserve_names(self) -> None:
-        """Registers all names. Call it before removing instructions, so that new ones do not get their names."""
+        """Registers all names. Call this before you remove instructions, so that their names are not used again."""
         if self._names is None:
             self._names = {}
             for computation in self.computations:
@@ -243,7 +243,7 @@ class HloModule:
             self._names.setdefault(name, 0)
 
     def new_computation(self, base: str) -> Computation:
-        """Adds an empty computation, which a Builder fills. `to_bytes` drops it if nothing calls it."""
+        """Adds an empty computation, which a Builder fills. `to_bytes` drops the computation if nothing calls it."""
         self._last_computation += 1
         computation = Computation(schema.ComputationProto(name=self.unique_name(base), id=self._last_computation), self)
         self.computations.append(computation)
@@ -277,7 +277,7 @@ class HloModule:
 
     @staticmethod
     def _callees(roots: Iterable[Computation]) -> dict[Computation, list[Computation]]:
-        """Maps the roots and every computation that they reach to the computations that each calls."""
+        """Maps each root, and each computation that a root reaches, to the computations that it calls directly."""
         found: dict[Computation, list[Computation]] = {}
         pending = list(roots)
         while pending:
@@ -288,10 +288,10 @@ class HloModule:
         return found
 
     def _arrange(self) -> None:
-        """Puts callees before callers, drops computations that a pass left unused, numbers new instructions."""
+        """Puts callees before callers, drops computations that became unused, and gives ids to new instructions."""
         callees = self._callees([self.entry, *self._unused])
         present = {c: None for c in self.computations if c in callees}
-        present.update(dict.fromkeys(callees))  # a computation that an earlier call dropped may be in use again
+        present.update(dict.fromkeys(callees))  # a pass may use a computation that `to_bytes` dropped before
         circle = f"computations of {self.name} call each other"
         self.computations = _needed_first(list(present), lambda c: callees[c], circle)
         self.schedule = {c: s for c, s in self.schedule.items() if c in callees}
@@ -348,7 +348,7 @@ def _write_computation(computation: Computation, proto: Any) -> None:
 
 
 def _describe(computation: Computation, program: Any) -> None:
-    """Writes a computation's signature if its shapes changed; otherwise keeps the recorded layouts and names."""
+    """Writes a computation's signature to `program` if its shapes changed. Otherwise leaves `program` unchanged."""
     parameters = computation.parameters
     wanted = [*(p.shape for p in parameters), computation.root.shape]
     known = [*program.parameters, program.result]
@@ -362,7 +362,7 @@ def _describe(computation: Computation, program: Any) -> None:
 def _needed_first[T: Computation | Instruction](
     items: list[T], needs: Callable[[T], Iterable[T]], circle: str
 ) -> list[T]:
-    """Sorts `items` so that each comes after those that it needs. Ignores needs outside `items`."""
+    """Sorts `items` so that each item comes after the items that it needs. Ignores needed items outside `items`."""
     placed: set[T] = set()
     for item in items:
         if not placed.issuperset(needs(item)):

@@ -218,7 +218,10 @@ Shape = _CLASSES["Shape"]
 
 
 def wrapped(data: bytes) -> bytes | None:
-    """The module inside an HloProto (written by `--xla_dump_hlo_as_proto`), or the HloProto inside an HloSnapshot."""
+    """The module inside an HloProto, or the HloProto inside an HloSnapshot; None for other data.
+
+    XLA writes an HloProto with `--xla_dump_hlo_as_proto`.
+    """
     try:
         return HloProto.FromString(data).hlo_module or None
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Helpers for `Shape` messages: `element_type`, `dimensions` and, for tuples, `tuple_shapes`. Sizes are in bytes."""
+"""Helpers for `Shape` messages, which have an `element_type` and `dimensions`; tuples have `tuple_shapes`."""
 
 import math
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ def element_count(shape: Any) -> int:
 
 
 def byte_size(shape: Any) -> int:
-    """Bytes of an array, or of all leaves of a tuple."""
+    """Size in bytes of an array, or of all leaves of a tuple."""
     if shape.element_type == TUPLE:
         return sum(byte_size(s) for s in shape.tuple_shapes)
     return (math.prod(shape.dimensions) * _TYPES.get(shape.element_type, ("", 8))[1] + 7) // 8
@@ -61,14 +61,14 @@ def is_floating(shape: Any) -> bool:
 
 
 def text(shape: Any) -> str:
-    """XLA's notation without layout: `bf16[8,128]`, `(f32[], s32[4])`."""
+    """A shape in XLA's notation without layout: `bf16[8,128]`, `(f32[], s32[4])`."""
     if shape.element_type == TUPLE:
         return "(" + ", ".join(text(s) for s in shape.tuple_shapes) + ")"
     return f"{type_name(shape)}[{','.join(map(str, shape.dimensions))}]"
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether element types and dimensions are equal. Ignores layouts, which the compiler chooses."""
+    """Whether two shapes have the same element types and dimensions. Ignores layouts, which the compiler chooses."""
     if a.element_type != b.element_type or a.dimensions != b.dimensions:
         return False
     if a.element_type != TUPLE:

@@ -9,13 +9,13 @@ The conversion from StableHLO to HLO writes Shardy's dialect as custom calls and
          b = call(a), to_apply=xla.sdy.manual_computation_body
          y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
 
-XLA reads this form only if the whole program uses it, but the arguments and results of a program that JAX lowers do
-not. So `import_shardy` converts the form back into the dialect, as JAX would write the program.
+XLA reads this form only if the whole program uses it. In a program that JAX lowers, the arguments and results do not
+use it. So `import_shardy` converts the form back into the dialect, as JAX would write the program.
 
 HLO passes may clone, move and rename these instructions under three conditions:
 - The three instructions of a manual computation stay together as a chain.
-- Its callee keeps `manual_computation_body` in its name.
-- A `LocalToGlobalShape` takes results of one call only.
+- The callee of a manual computation keeps `manual_computation_body` in its name.
+- All operands of a `LocalToGlobalShape` are results of the same call.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"
 _BODY_NAME = "manual_computation_body"
 _TO_LOCAL = "xla.sdy.GlobalToLocalShape"
 _TO_GLOBAL = "xla.sdy.LocalToGlobalShape"
-# Drops functions that nothing calls. The converter leaves the loop bodies that it inlined.
+# MLIR pass that drops functions that nothing calls. The converter inlines loop bodies but leaves their functions.
 _DROP_UNUSED = "symbol-dce"
-# Turns xla.sdy.sharding and xla.sdy.meshes into sdy.sharding attributes and sdy.mesh operations.
+# MLIR pass that turns xla.sdy.sharding and xla.sdy.meshes into sdy.sharding attributes and sdy.mesh operations.
 _IMPORT_ATTRIBUTES = "xla-sdy-round-trip-import-shardy-attrs"
 
 
@@ -43,7 +43,7 @@ class ShardyImportError(DhelixError):
 
 
 def import_shardy(module: ir.Module) -> None:
-    """Rebuilds Shardy's operations in `module`, in place. The caller has entered the module's MLIR context.
+    """Rebuilds Shardy's operations in `module`, in place. The caller must have entered the module's MLIR context.
 
     Raises ShardyImportError if a pass took apart the three instructions of a shard_map.
     """
@@ -63,7 +63,11 @@ def import_shardy(module: ir.Module) -> None:
 
 
 def _speaks_shardy(module: ir.Module) -> bool:
-    """Whether the module uses Shardy's form. XLA's pass would remove all shardings of a program lowered for GSPMD."""
+    """Whether the module has attributes of Shardy.
+
+    XLA's import pass must run only on such a module. It would remove all shardings of a program that was lowered for
+    GSPMD.
+    """
 
     def speaks(op: ir.Operation) -> bool:
         said = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES]) if FRONTEND_ATTRIBUTES in op.attributes else ()
@@ -73,7 +77,7 @@ def _speaks_shardy(module: ir.Module) -> bool:
 
 
 def symbol_name(op: ir.Operation) -> str:
-    """Name of a function or a mesh."""
+    """The name of a function or a mesh."""
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
@@ -98,7 +102,7 @@ def _has_tuple_result(op: ir.Operation) -> bool:
 
 
 def _split_tuple(op: ir.Operation) -> None:
-    """Replaces a custom call with a tuple result (HLO's form) by one with several results (StableHLO's form).
+    """Replaces a custom call with a tuple result (HLO's form) by a custom call with several results (StableHLO's form).
 
     Attributes with one entry per result (layouts, shardings, sharding rules) fit only StableHLO's form.
     """
@@ -138,7 +142,7 @@ def _is_manual_computation(op: ir.Operation) -> bool:
 
 
 def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
-    """Replaces to-local, call and to-global by one sdy.manual_computation that holds a copy of the callee."""
+    """Replaces the three instructions of a shard_map by one sdy.manual_computation with a copy of the callee."""
     to_local = _single((_producer(operand) for operand in call.operands), call, _TO_LOCAL)
     to_global = _single((user for result in call.results for user in _users(result)), call, _TO_GLOBAL)
     boundary = to_local or to_global
@@ -177,7 +181,10 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
 
 
 def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]) -> None:
-    """Fills the region of `manual` with a copy of the callee that returns only its results number `returned`."""
+    """Fills the region of `manual` with a copy of the callee.
+
+    Of the callee's results, the copy returns those whose numbers are in `returned`.
+    """
     name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     function = next(op.operation for op in module.body.operations if _is_function(op.operation, name))
     copied = function.clone(ip=ir.InsertionPoint.at_block_begin(module.body))
@@ -191,7 +198,10 @@ def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputat
 
 
 def _single(ops: Iterator[ir.Operation | None], call: ir.Operation, target: str) -> ir.Operation | None:
-    """The single custom call that all of `ops` are; None if `ops` is empty. Raises ShardyImportError otherwise."""
+    """The custom call to `target` that every element of `ops` is; None if `ops` is empty.
+
+    Raises ShardyImportError if the elements are something else, or several custom calls.
+    """
     found: list[ir.Operation] = []
     for op in ops:
         if op is None or not _is_custom_call(op, target):

@@ -1,9 +1,9 @@
-"""Stacks: arrays with one slot per iteration along dimension 0, such as residuals. Loops access them slot by slot.
+"""Stacks: arrays with one slot per iteration along dimension 0, such as residuals. Loops access stacks slot by slot.
 
     slot   = bf16[1, ...] dynamic-slice(stack, index, 0, ...)
     stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
 
-The proved counters of a loop say which slots it touches (`WhileLoop.index_table`).
+The proved counters of a loop tell which slots the loop touches (`WhileLoop.index_table`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Instruction
 
-_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # operand number of the start index along dimension 0
+# Number of the operand that is the start index along dimension 0.
+_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
 def is_one_slot(part: Any, stack: Any) -> bool:
@@ -33,9 +34,9 @@ def starts_at_zero(indices: list[Instruction]) -> bool:
 
 
 def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
-    """The dynamic slices of one slot that read state element `element`.
+    """The `dynamic-slice` instructions that read one slot of state element `element`.
 
-    Raises PassRefusal if any other instruction except the root reads it.
+    Raises PassRefusal if any other instruction except the root reads that element.
     """
     stack = loop.instruction.shape.tuple_shapes[element]
     if sum(loop.reads.get(value) == element for value in loop.body.root.operands) > 1:
@@ -55,7 +56,7 @@ def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
 
 
 def slot_write(loop: WhileLoop, element: int) -> Instruction:
-    """The dynamic update of one slot that makes the new value of state element `element`.
+    """The `dynamic-update-slice` that writes one slot and makes the new value of state element `element`.
 
     Raises PassRefusal if anything else in the body makes, reads or updates the element.
     """
@@ -75,9 +76,9 @@ def slot_write(loop: WhileLoop, element: int) -> Instruction:
 
 
 def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
-    """Slots of state element `element` that the loop reads or writes.
+    """The indices of the slots of state element `element` that the loop reads or writes.
 
-    None if the loop does not update them one by one, or if their indices are not proved to be in range.
+    None if the loop does not access the element slot by slot, or if an index is not proved to be in range.
     """
     root = loop.body.root
     write = root.operands[element]
@@ -94,13 +95,13 @@ def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
                 return None
             table = loop.index_table(user.operands[_INDEX[user.opcode]])
             if table is None or not all(0 <= slot < read.shape.dimensions[0] for slot in table):
-                return None  # XLA clamps an index out of range to the nearest slot
+                return None  # XLA clamps an index that is out of range to the nearest slot
             touched.update(table)
     return touched
 
 
 def mirrored(builder: Builder, index: Instruction, slots: int) -> Instruction:
-    """The index of the same slot in a stack stored in reverse order."""
+    """The index at which a stack of `slots` slots in reverse order holds slot `index`."""
     last = builder.scalar(slots - 1, index.shape.element_type)
     return builder.binary("subtract", last, index)
 
@@ -115,9 +116,11 @@ def mirror_reads(loop: WhileLoop, element: int) -> None:
 
 
 def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
-    """Returns the only loop that reads element `element` of `source`'s result, and its index in the loop state.
+    """Finds the only loop that reads element `element` of the result of `source`.
 
-    Raises PassRefusal if anything else reads it, or if anything reads the loop's result for it.
+    Returns the loop, and the index of that element in the loop's state.
+
+    Raises PassRefusal if anything else reads the element, or if anything reads it from the loop's result.
     """
     users = source.computation.users()
     if any(u.opcode != "get-tuple-element" for u in users[source]):
@@ -137,12 +140,12 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
 
 
 def is_empty(value: Instruction | None) -> bool:
-    """Whether a stack is a broadcast of one number."""
+    """Whether a stack is empty: a broadcast of one number."""
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 
 def is_zero(value: Instruction) -> bool:
-    """Whether a scalar constant is zero, of either sign. False for types of 8 bits or less."""
+    """Whether a value is a scalar constant 0 or -0. False for types of 8 bits or less."""
     literal = value.proto.literal
     numbers = [*literal.f32s, *literal.f64s, *literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
     halves = literal.f16s + literal.bf16s  # the second byte of each number holds the sign
@@ -151,12 +154,15 @@ def is_zero(value: Instruction) -> bool:
 
 
 def is_constant(value: Instruction) -> bool:
-    """Whether an array is a broadcast of one constant, so it is equal on all devices."""
+    """Whether an array is a broadcast of one constant. Such an array is the same on all devices."""
     return value.opcode == "broadcast" and value.operands[0].opcode == "constant" and not value.proto.dimensions
 
 
 def zeros_behind(value: Instruction) -> Instruction | None:
-    """The broadcast of a zero constant that `value` is, perhaps behind sharding constraints; None if it is not one."""
+    """Follows `value` back through sharding constraints to a broadcast of a constant zero.
+
+    Returns the broadcast, or None if `value` comes from something else.
+    """
     while is_sharding_constraint(value):
         value = value.operands[0]
     filled = value.opcode == "broadcast" and not value.operands[0].shape.dimensions
@@ -164,7 +170,7 @@ def zeros_behind(value: Instruction) -> Instruction | None:
 
 
 def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:
-    """A stack of `slots` slots with the same fill as `filler` (see `is_empty`)."""
+    """An empty stack (`is_empty`) of `slots` slots that holds the same number as the empty stack `filler`."""
     made = builder.copy(filler, filler.operands)
     made.shape.dimensions[0] = slots
     return made
@@ -173,8 +179,9 @@ def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:
 def resize(loop: Instruction, element: int, start: Instruction, moved: int | Instruction = 0) -> None:
     """Makes `start`, a stack of more or fewer slots, the initial value of state element `element`.
 
-    The old slot s becomes slot s + `moved`; `moved` may be a value of the body. The caller has proved that each access
-    of the loop touches one slot, and that this slot exists in `start`. Replaced instructions stay until `drop_dead`.
+    The old slot s becomes slot s + `moved`; `moved` may be an instruction of the body. The caller has proved that each
+    access of the loop touches one slot, and that this slot exists in `start`. Replaced instructions stay in the
+    computation until `drop_dead`.
     """
     slots = start.shape.dimensions[0]
     body, condition = loop.called

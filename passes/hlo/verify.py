@@ -1,7 +1,7 @@
-"""Checks that every pass's input and output must satisfy. Each failure names the instruction.
+"""Verifies the input and the output of every pass. Each error names the instruction at fault.
 
-XLA verifies modules too, but inside the compiler, where a failure ends the user's job. Here an invalid module is
-dropped and the module before the pass is used.
+XLA verifies modules too, but a failure inside the compiler ends the user's job. If a pass makes an invalid module,
+dhelix drops that module and uses the module before the pass.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def verify(module: HloModule, may_share: bool = False) -> None:
     """Checks the whole module, in time linear in its size.
 
     Args:
-      may_share: whether loops and fusions may share computations. They do inside XLA, between the partitioner and the
-        pass that flattens the call graph.
+      may_share: whether several loops or fusions may call the same computation. Inside XLA they may do so between the
+        partitioner and the pass that flattens the call graph.
 
     Raises:
-      HloVerifyError: names the first instruction that breaks a rule.
+      HloVerifyError: the module breaks a rule. The message names the first instruction or computation at fault.
     """
-    computation_names: set[str] = set()  # an instruction may have the name of a computation: XLA keeps the two apart
+    computation_names: set[str] = set()  # an instruction and a computation may have the same name in XLA
     names: set[str] = set()
     known: set[Computation] = set()
     owners: dict[Computation, Instruction] = {}
@@ -45,7 +45,7 @@ def verify(module: HloModule, may_share: bool = False) -> None:
 
 
 def verify_sequence(computation: Computation, sequence: list[Instruction]) -> None:
-    """Checks that a schedule holds each instruction once, after its operands and control predecessors."""
+    """Checks that a schedule holds each instruction exactly once, after its operands and control predecessors."""
     members = set(computation.instructions)
     done: set[Instruction] = set()
     for instruction in sequence:
@@ -65,7 +65,7 @@ def verify_sequence(computation: Computation, sequence: list[Instruction]) -> No
 
 
 def _check_coverage(module: HloModule) -> None:
-    """Checks that the entry, loops, branches and callees that it reaches all have a schedule."""
+    """Checks that the entry computation, and every loop, branch and callee that it reaches, have a schedule."""
     pending: list[tuple[Computation, Instruction | None]] = [(module.entry, None)]
     done: set[Computation] = set()
     while pending:
@@ -97,7 +97,11 @@ def _check_computation(
     known: set[Computation],
     owners: dict[Computation, Instruction] | None,
 ) -> None:
-    """`owners`: the loop or fusion that owns each computation; None if computations may be shared."""
+    """Checks one computation.
+
+    `owners` maps a computation to the only loop or fusion that may call it. It is None if several loops or fusions may
+    call one computation.
+    """
     late = f"which is not before it in {computation.name}"
     seen: set[Instruction] = set()
     for instruction in computation.instructions:

@@ -1,1 +1,1 @@
-"""POST_SCHEDULER passes that reorder the scheduled program: strand pairing, list scheduling, search, exact bound."""
+"""POST_SCHEDULER passes that reorder the scheduled program, the search that they use, and an exact bound."""

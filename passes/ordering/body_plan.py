@@ -1,14 +1,15 @@
 """The decision for one computation, as data: which operators run together, in which order, and the predicted time.
 
 A plan of two strands is a sequence of segments. A new segment begins at the launch of a collective if the current
-segment holds compute already. It holds all operators launched until the next segment begins:
+segment holds compute already. A segment holds all operators that are launched until the next segment begins:
 
     segment | forward                     | backward                     | launched
     1       | all-gather                  | product, product (wgrad)     | all-gather, product, product
     2       | product, attention          | reduce-scatter               | reduce-scatter, product, attention
 
 Segments describe the final order, which has no barriers, so a collective may outlast its segment. The `seconds` of a
-segment run from its begin to the begin of the next segment. They add up to the time of the whole computation.
+segment run from its begin to the begin of the next segment. The `seconds` of all segments add up to the time of the
+whole computation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ class PlannedOperator:
     """An operator of a plan.
 
     Attributes:
-      head: the instruction that names it; the start of a collective.
+      head: the instruction that stands for the operator. For a collective, this is the start.
       strand: 0 forward, 1 backward; always 0 if the body has one strand.
       seconds: its time alone, including the instructions that travel with it.
     """
@@ -59,13 +60,15 @@ class BodyPlan:
     """The order of one computation, and how it was found.
 
     Attributes:
-      strands: 2, or 1 if no two parts are independent.
-      order: all instructions.
-      chosen: the order that was taken: "xla", "list" or "paired".
-      seconds_xla, seconds_list, seconds_paired: evaluator's times of the three orders, even of those that do not fit.
-      seconds_barriers: time of the best plan of equation 2, with a barrier after each segment pair; None if there is
-        none.
-      bytes: peak memory of `order`; `bytes_limit`: the memory allowed.
+      strands: 1 if all operators are in one strand, else 2.
+      order: all instructions, in the chosen order.
+      chosen: which of three orders was taken: "xla", "list" or "paired".
+      seconds_xla, seconds_list, seconds_paired: the evaluator's times of the three orders, whether they fit into memory
+        or not.
+      seconds_barriers: time of the best plan of equation 2 (`pairing_table.py`), with a barrier after each segment
+        pair; None if there is no such plan.
+      bytes: peak memory of `order`.
+      bytes_limit: the largest peak memory that is allowed.
     """
 
     computation: Computation
@@ -85,7 +88,7 @@ class BodyPlan:
         return {"xla": self.seconds_xla, "list": self.seconds_list, "paired": self.seconds_paired}[self.chosen]
 
     def facts(self) -> dict[str, Any]:
-        """The facts for a report."""
+        """The plan as facts for a note of a report."""
         operators = [o for s in self.segments for o in s.operators]
         return {
             "computation": self.computation.name,

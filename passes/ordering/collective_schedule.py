@@ -6,10 +6,10 @@ Before                      After
     gemm x                      all-gather-done a
     gemm y(a)                   gemm y(a)
 
-Instructions are placed one by one, by the simulated clock. A collective starts as soon as its operands are ready and
-its lane is idle. Its done is where the collective has ended, or where no compute is left. In between goes ready
-compute. Two priorities are tried: the length of the longest path from the instruction, and XLA's order. The faster
-result counts.
+The pass places instructions one by one, by a simulated clock. A collective starts as soon as its operands are ready and
+its lane is idle. Its done is placed where the collective has ended, or where no compute is ready. Ready compute goes in
+between. The pass tries two priorities: the length of the longest path from the instruction, and XLA's order. It takes
+the faster result.
 
 Contract
     Consumes  computations of a scheduled module that hold async collectives (pairs of start and done).
@@ -17,8 +17,8 @@ Contract
     Leaves    XLA's order if the evaluator finds no order that is faster.
 
 Legality and memory limits are those of `order_rules.py`. Costs come from a profile if there is one, else from the
-roofline; so do the rates at which overlapping compute and collectives run (`passes/evaluation/timeline.py`). Cost: n
-log n in the number of instructions.
+roofline. The same holds for the rates at which overlapping compute and collectives run
+(`passes/evaluation/timeline.py`). The pass takes time n log n for n instructions.
 
 This list scheduler is the baseline for the dynamic programming of DHelix section 4.2 (arXiv 2411.15871).
 """
@@ -39,8 +39,8 @@ from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits, apply_order, dependencies, least_gain
 from dhelix.profiles.hardware import H200, Hardware
 
-_LAID = 150_000  # most instructions placed, over all tries
-_TRIED = 8  # candidates that are checked against the memory limit before another queue, or the oldest, is taken
+_LAID = 150_000  # limit on the number of placed instructions, over all tries
+_TRIED = 8  # candidates of a queue that are checked against the memory limit before the next queue
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,16 @@ class CollectiveSchedule:
     """List scheduling of async collectives.
 
     Attributes:
-      hardware: GPU whose costs and rates count if there is no `model`.
-      memory_limit: bytes that the module may need, arguments included, by the pass's own estimate. None: the need of
-        the given order plus `memory_slack`.
-      memory_slack: fraction of that need, arguments excluded.
-      min_gain: required saving, as a fraction of the most that overlap could save (`order_rules.apply_order`), for
-        measured costs; `order_rules.least_gain` raises it for a roofline. Smaller savings are within the error of the
-        costs.
-      model: measured costs and rates.
-      max_in_flight: most collectives of one lane between their start and done; None: no limit.
+      hardware: GPU that gives the costs and rates if there is no `model`.
+      memory_limit: bytes that the module may need, arguments included, by the pass's own estimate. None stands for the
+        need of the given order plus `memory_slack`.
+      memory_slack: memory in addition to the need of the given order, as a fraction of that need without arguments.
+      min_gain: required saving with measured costs, as a fraction of the most that overlap could save
+        (`order_rules.apply_order`). Smaller savings are within the error of the costs. For roofline costs,
+        `order_rules.least_gain` raises the requirement.
+      model: measured costs and rates; None for a roofline's.
+      max_in_flight: the largest number of collectives of one lane that may be between start and done; None for no
+        limit.
     """
 
     hardware: Hardware = H200
@@ -81,10 +82,10 @@ def list_order(
     costs: Mapping[Instruction, Cost],
     limits: Limits,
 ) -> list[Instruction]:
-    """The fastest order that fits into memory: of a few list schedules and `sequence`.
+    """The fastest order that fits into memory, among `sequence` and a few list schedules.
 
-    A list schedule that needs too much memory is tried again with instructions kept nearer to their old places. If
-    nothing fits, the result is `sequence` or a greedy low-memory order, whichever needs less.
+    A list schedule that needs too much memory is tried again with instructions kept nearer to their old places. If no
+    order fits, the result is `sequence` or a greedy low-memory order, whichever needs less memory.
     """
     graph = _Graph.of(computation, sequence, costs, limits)
     fitting = [list(sequence)] if limits.memory.peak(computation, sequence) <= limits.bytes else []
@@ -103,7 +104,10 @@ def list_order(
 
 
 def _frugal_order(graph: "_Graph", limits: Limits) -> list[Instruction]:
-    """Greedy: of the first few ready instructions, always the one that leaves the fewest bytes live."""
+    """Builds an order greedily.
+
+    Of the first few ready instructions, it always places the one after which the fewest bytes are live.
+    """
     live = LiveSet(limits.memory, graph.computation)
     waits_for = dict(graph.waits_for)
     ready = [n for n, i in enumerate(graph.sequence) if not waits_for[i]]  # sorted, so already a heap
@@ -129,7 +133,7 @@ class _Graph:
     """Dependencies, and the longest path from each instruction.
 
     Attributes:
-      waits_for: how many predecessors each instruction has.
+      waits_for: the number of predecessors of each instruction.
       path: seconds from an instruction's start to the end of the longest path through its successors.
     """
 
@@ -169,7 +173,7 @@ Key = tuple[float, int]
 class _Layer:
     """Places instructions in a legal order, one by one.
 
-    No instruction goes more than `window` places ahead of the first one that is not placed yet.
+    An instruction must wait while an instruction more than `window` places before it (in the old order) is not placed.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class _Layer:
         self.compute: list[Key] = []
 
     def lay(self) -> list[Instruction] | None:
-        """The order, or None if it runs out of memory."""
+        """The order, or None if it needs too much memory."""
         for instruction in self.graph.sequence:
             if not self.waits_for[instruction]:
                 self._admit(instruction)
@@ -231,7 +235,7 @@ class _Layer:
         return done
 
     def _fitting(self, heap: list[Key]) -> Instruction | None:
-        """The first instruction of the heap that fits into memory; None if none of the first few does."""
+        """The first instruction of the heap that fits into memory; None if none of the first `_TRIED` fits."""
         tried: list[Key] = []
         found = None
         while heap and found is None and len(tried) < _TRIED:

@@ -7,23 +7,25 @@ Before (deadlock):                    After:
     b = gemm(...)                         k = custom-call(...), control-predecessors={g}
     g = all-gather-done(gather)           b = gemm(...)
 
-A Mosaic-GPU kernel that writes to its peers is persistent. Its blocks occupy every multiprocessor until the peers'
-blocks have answered. Suppose device 0 runs the NCCL kernel of a collective and waits for device 1. If the persistent
-kernel already holds device 1's multiprocessors and waits for device 0, both devices wait forever.
+The peers of a kernel are the same kernel on other GPUs. A Mosaic-GPU kernel that writes to its peers is persistent: its
+blocks occupy every multiprocessor until the peers' blocks have answered. Suppose device 0 runs the NCCL kernel of a
+collective and waits for device 1. If the persistent kernel already holds device 1's multiprocessors and waits for
+device 0, both devices wait forever.
 
 Contract
     Consumes  a scheduled module.
     Makes     an order of each computation in which no collective is in flight while such a kernel runs. Instructions
               that hold such a kernel (a fusion, a loop, a branch, an async computation) count as the kernel. The
-              kernels cut the collective's interval into stretches. The collective moves into the legal stretch with the
-              most compute. Control dependencies make later passes keep this order (`order_rules.dependencies`).
-    Leaves    programs without such kernels, and the order of everything else. Copies and compute on other streams may
-              overlap with a kernel, because they wait for no peer and always finish.
-    Refuses   if data flow, buffers or control dependencies rule out every stretch. The module stays as it is and may
-              deadlock.
+              kernels cut the interval from a collective's start to its done into stretches. The collective moves into
+              the legal stretch with the most compute. Control dependencies make later passes keep this order
+              (`order_rules.dependencies`).
+    Leaves    programs without such kernels, and the order of all other instructions. Copies and compute on other
+              streams may overlap with a kernel, because they wait for no peer and always finish.
+    Refuses   if data flow, buffers or control dependencies rule out every stretch. The module then stays as it is, and
+              may deadlock.
 
 The pass must run before the passes that change the order. It uses roofline costs only to choose the stretch that hides
-more.
+most.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,7 @@ Pair = tuple[Instruction, Instruction]
 
 @dataclass(frozen=True)
 class ExclusiveKernels:
-    """Ends every collective before a kernel that waits for its peers, or starts it afterwards.
+    """Ends every collective before a kernel that waits for its peers, or starts the collective after that kernel.
 
     Attributes:
       hardware: GPU whose roofline tells how much compute each stretch holds.
@@ -84,7 +86,7 @@ class ExclusiveKernels:
 
 
 def _holding(module: HloModule) -> dict[Computation, None]:
-    """The computations that run such a kernel, directly or in a callee; callees first."""
+    """The computations that run a kernel that waits for its peers, directly or in a callee. Callees come first."""
     found: dict[Computation, None] = {}
     for computation in module.computations:
         if any(_is_exclusive_in(i, found) for i in computation.instructions):
@@ -93,14 +95,14 @@ def _holding(module: HloModule) -> dict[Computation, None]:
 
 
 def _is_exclusive_in(instruction: Instruction, holding: Mapping[Computation, None]) -> bool:
-    """Whether the instruction runs such a kernel. The done of an async computation runs nothing."""
+    """Whether the instruction runs a kernel that waits for its peers. The done of an async computation runs nothing."""
     if is_done(instruction) or instruction.opcode == "async-update":
         return False
     return is_exclusive(instruction) or any(called in holding for called in instruction.called)
 
 
 class _Guard:
-    """One computation: its kernels, its collectives and its dependencies."""
+    """Finds the new order of one computation."""
 
     def __init__(
         self, computation: Computation, holding: Mapping[Computation, None], memory: Memory, costs: Costs
@@ -116,7 +118,10 @@ class _Guard:
             self.after[earlier].append(later)
 
     def order(self) -> list[Instruction]:
-        """The sequence with starts moved down and dones moved up. Raises PassRefusal if that is not possible."""
+        """The new order: starts move down or dones move up until no collective is in flight at a kernel.
+
+        Raises PassRefusal if there is no such order.
+        """
         order = self.sequence
         for start, done in _pairs(self.sequence):
             exclusive = start in self.kernels
@@ -133,7 +138,10 @@ class _Guard:
     def _apart(
         self, order: list[Instruction], start: Instruction, done: Instruction, between: Sequence[Instruction]
     ) -> list[Instruction]:
-        """`order` with the pair in one stretch between kernels. A pair that runs a kernel itself becomes adjacent."""
+        """`order` with start and done in the same stretch between kernels.
+
+        If the pair runs a kernel itself, the done moves right behind the start.
+        """
         if not between:
             tries = [_moved(order, start, done, start, None)]
         else:
@@ -163,7 +171,7 @@ class _Guard:
 
 
 def _pairs(sequence: Sequence[Instruction]) -> list[Pair]:
-    """Starts with their dones."""
+    """Pairs of a start and its done, in the order of the starts."""
     ends = {start_of(i): i for i in sequence if is_done(i)}
     return [(i, ends[i]) for i in sequence if is_start(i) and i in ends]
 
@@ -171,7 +179,10 @@ def _pairs(sequence: Sequence[Instruction]) -> list[Pair]:
 def _moved(
     order: Sequence[Instruction], start: Instruction, done: Instruction, low: Instruction, high: Instruction | None
 ) -> list[Instruction]:
-    """`order` with the start right after `low` and the done right before `high`; `high` None: right after the start."""
+    """`order` with the start right after `low` and the done right before `high`.
+
+    If `high` is None, the done goes right after the start.
+    """
     result: list[Instruction] = []
     for instruction in order:
         if instruction is high and high is not done:
@@ -187,7 +198,7 @@ def _moved(
 
 
 def _tie(sequence: Sequence[Instruction], holding: Mapping[Computation, None]) -> None:
-    """Adds control dependencies: collectives lie between kernels, and kernels keep their order."""
+    """Adds control dependencies that keep each collective between its kernels, and the kernels in their order."""
     pairs = dict(_pairs(sequence))
     ended: list[Instruction] = []
     last: Instruction | None = None

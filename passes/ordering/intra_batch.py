@@ -1,8 +1,8 @@
 """Applies the search of `strand_pairing.py` to one strand: hides communication inside one micro-batch by order alone.
 
 The paper's intra-batch baseline (MegaScale; DHelix section 6.1, arXiv 2411.15871) also splits matrix products, which no
-reordering can do. Collective matmuls do that; `schedule="intra_batch"` runs them first (`runtime/step/pass_lists.py`).
-Legality and memory limits are those of `order_rules.py`.
+reordering can do. Collective matmuls split products. `schedule="intra_batch"` makes collective matmuls first
+(`runtime/step/pass_lists.py`). Legality and memory limits are those of `order_rules.py`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dhelix.passes.ordering.strand_pairing import StrandPairing
 
 @dataclass(frozen=True)
 class IntraBatch(StrandPairing):
-    """Takes all operators as one strand; attributes as in `StrandPairing`."""
+    """Treats all operators as one strand. The attributes are the same as in `StrandPairing`."""
 
     name = "intra-batch"
     strands = 1

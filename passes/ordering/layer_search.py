@@ -1,18 +1,19 @@
-"""Orders bodies with too many operators for one table (unrolled layers), layer by layer.
+"""Orders long bodies, such as unrolled layers, layer by layer, because one table of all operators would be too large.
 
     forward     | layer 0     | layer 1     | layer 2     |        each column is a table of its own;
     backward    | layer 2     | layer 1     | layer 0     |        columns that look alike share its solution
 
 1. Each strand is cut where its operators repeat. The layer length is the most common distance between two operators of
-   one kind (same key, lane and seconds). The m-th layer of one strand is paired with the m-th layer of the other, as
-   `strand-lockstep` ties them together. A sequence that repeats nothing counts as one layer. Columns group or split
-   layers until they have a suitable number of operators.
-2. Each column is searched like a short body, from idle lanes to idle lanes. Columns with the same kinds and the same
-   needs share a solution.
-3. Windows from the middle of one column to the middle of the next are improved the same way, so that cuts do not act as
-   barriers.
+   the same kind (same key, lane and seconds). The m-th layer of one strand is paired with the m-th layer of the other
+   strand, because `strand-lockstep` ties these two together. A strand without repetition counts as one layer. Columns
+   group or split layers until they have a suitable number of operators.
+2. Each column is searched like a short body, from idle lanes to idle lanes. Columns whose operators have the same kinds
+   and the same needs share a solution.
+3. The search then improves windows, each from the middle of one column to the middle of the next. So cuts do not act as
+   barriers. Windows that look alike share a solution, too.
 
-Cost: linear in operators. A bounded number of columns is searched; the others are laid greedily.
+Cost: linear in the number of operators. A bounded number of columns is searched. The other columns are ordered
+greedily.
 """
 
 from collections import Counter
@@ -26,18 +27,18 @@ from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.order_search import Order, OrderSearch, needed_of
 from dhelix.passes.ordering.strand_sequences import Body, Operator
 
-_SHORTEST, _LONGEST = 24, 72  # operators of both strands in a column
-_SEARCHED = 8  # most columns that are searched, and most windows
+_SHORTEST, _LONGEST = 24, 72  # least and most operators of both strands in a column
+_SEARCHED = 8  # the largest number of searched columns, and of searched windows
 _WINDOW_WORK = 2_000  # effort for the improvement of a window (`OrderTiming.work`)
 
 Solver = Callable[[OrderSearch, Sequence[Operator], Sequence[Operator]], Order]
 
 
 def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limits, solve: Solver) -> list[Order]:
-    """Two orders of the whole body: one after columns were searched, and one after windows between them were improved.
+    """Two orders of the whole body: all columns after their search, and the same order with improved windows.
 
     Args:
-      solve: searches the order of a column, given its operators of each strand.
+      solve: searches the order of a column, given the column's operators of each strand.
     """
     alike = _Alike(body, costs)
     columns: list[int] = []
@@ -66,7 +67,7 @@ def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limit
 
 
 class _Alike:
-    """Solutions of groups of operators; groups that look alike share one."""
+    """Solutions of groups of operators. Groups that look alike share a solution."""
 
     def __init__(self, body: Body, costs: Mapping[Instruction, Cost]) -> None:
         self.body = body
@@ -81,7 +82,7 @@ class _Alike:
         self.searched: Counter[int] = Counter()
 
     def solved(self, numbers: Order, what: int, search: Callable[[Order, bool], Order]) -> Order:
-        """The order of the group: `search(numbers, is_new)`, or the known solution of a similar group.
+        """The order of the group `numbers`, from `search(numbers, is_new)` or from a group that looks alike.
 
         `is_new` is False once enough groups of this sort (columns or windows) were searched.
         """
@@ -97,7 +98,7 @@ class _Alike:
 
 
 def _columns(body: Body, kinds: Sequence[int]) -> list[tuple[Order, Order]]:
-    """Operators of both strands by column. Needed operators are in the same column or an earlier one."""
+    """The operators of both strands in each column. A column needs only operators of its own and of earlier columns."""
     first, second = body.first.operators, body.second.operators
     starts, lengths = zip(*(_layers([kinds[o.number] for o in strand]) for strand in (first, second)), strict=True)
     together = sum(lengths)
@@ -119,7 +120,10 @@ def _columns(body: Body, kinds: Sequence[int]) -> list[tuple[Order, Order]]:
 
 
 def _layers(kinds: Sequence[int]) -> tuple[int, int]:
-    """(index of the first operator that repeats, operators per layer); one layer of all operators if too few repeat."""
+    """Returns the index of the first operator that repeats, and the number of operators per layer.
+
+    If too few operators repeat, all of them form one layer.
+    """
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for place, kind in enumerate(kinds):

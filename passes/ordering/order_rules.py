@@ -1,14 +1,14 @@
 """Rules for new orders of a scheduled module's computations: legality, memory, and which order is taken.
 
-A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` calls it for each
-computation with async collectives, callees before callers. It takes the new order if the evaluator says that it is
-faster. If the number of collectives in flight is limited, dones move up in the new order. An order of XLA that exceeds
-the limit is replaced.
+A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` calls the scheduler
+for each computation with async collectives, callees before callers. `apply_order` takes the new order if the evaluator
+predicts a shorter time for it. If the number of collectives in flight is limited, dones move up in the new order. An
+order of XLA that exceeds this limit is always replaced.
 
 A legal order keeps data flow, control dependencies, the order of side effects, and the order of accesses to a shared
 buffer (`passes/analysis/buffers.py`); `dependencies` returns all of these. Memory is a hard limit: an order whose
-estimated peak is above it is never taken. If XLA's order is above it and no order below it is found, the pass refuses
-and reports the smallest need that it found.
+estimated peak is above the limit is never taken. If XLA's order is above the limit and no order within the limit is
+found, the pass refuses. It then reports the smallest need that it found.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,13 +33,13 @@ MEMORY_SLACK = 0.03
 """Extra memory for all passes together, as a fraction of the plain step's memory without arguments (DHelix section 6,
 arXiv 2411.15871)."""
 _UNMEASURED = 2.5
-"""Factor on the required gain if costs are a roofline's instead of measured."""
+"""Factor on the required gain if the costs come from a roofline and not from measurements."""
 _GUESSED = 0.1
-"""Fraction of the overlap time above which a warning says that its rates are guessed."""
+"""If the rates are guessed for more than this fraction of the overlap time, a warning says so."""
 
 
 class MemoryRefusal(PassRefusal):
-    """No order was found that fits into memory. `needed`: bytes of the smallest order found, arguments included."""
+    """No order was found that fits into memory. `needed`: bytes for the smallest order found, arguments included."""
 
     def __init__(self, reason: str, needed: int):
         super().__init__(reason, needed=needed)
@@ -52,9 +52,10 @@ class Limits:
 
     Attributes:
       bytes: peak memory allowed in the computation, callees included.
-      memory: estimates peak memory.
+      memory: the estimator of peak memory.
       bodies: timelines of called computations, whose order is final.
-      max_in_flight: most collectives of one lane between their start and done; None: no limit.
+      max_in_flight: the largest number of collectives of one lane that may be between start and done; None for no
+        limit.
     """
 
     hardware: Hardware
@@ -70,7 +71,7 @@ Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, C
 def dependencies(
     computation: Computation, sequence: Sequence[Instruction], memory: Memory
 ) -> Iterable[tuple[Instruction, Instruction]]:
-    """Pairs (before, after) that a legal order keeps: data, control, side effects and shared buffers."""
+    """Pairs (before, after) that a legal order keeps: due to data, control, side effects or shared buffers."""
     edges: dict[tuple[Instruction, Instruction], None] = {}
     effect: Instruction | None = None
     for instruction in sequence:
@@ -87,7 +88,7 @@ def dependencies(
 def predecessors(
     computation: Computation, sequence: Sequence[Instruction], memory: Memory
 ) -> dict[Instruction, list[Instruction]]:
-    """`dependencies` by the later instruction; an empty list for an instruction without any."""
+    """For each instruction, the instructions that must come before it because of `dependencies`."""
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, memory):
         before[later].append(earlier)
@@ -130,9 +131,9 @@ def starts_behind_ends(
 ) -> list[Instruction]:
     """Changes `order` so that XLA keeps the order of collectives on each lane.
 
-    If no compute lies between a start and its done, XLA makes the pair synchronous at the place of the done. A
-    collective started in between would then begin first. Such starts of the same lane move behind the done, which does
-    not delay them:
+    If no compute lies between a start and its done, XLA makes the pair synchronous at the place of the done. Another
+    collective whose start lies between the two would then begin first. Such a start on the same lane moves behind the
+    done. This does not delay its collective:
 
         gather-start  scatter-start  gather-done      gather-start  gather-done  scatter-start
 
@@ -140,7 +141,7 @@ def starts_behind_ends(
       before: for each instruction, the instructions that must come before it.
     """
     laid: list[Instruction] = []
-    recent: list[Instruction] = []  # since the last compute instruction
+    recent: list[Instruction] = []  # instructions since the last compute instruction
     for instruction in order:
         recent.append(instruction)
         if is_done(instruction):
@@ -158,7 +159,7 @@ def starts_behind_ends(
 
 
 def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> int:
-    """The largest number of collectives of one lane that are between start and done at once."""
+    """The largest number of collectives of one lane that are between start and done at the same time."""
     flying, most = dict.fromkeys(Lane, 0), 0
     for instruction in order:
         source = start_of(instruction) if is_done(instruction) else instruction
@@ -185,9 +186,10 @@ def _missing(
 
 
 def least_gain(min_gain: float, costs: Costs) -> float:
-    """The `min_gain` for `apply_order`, from the `min_gain` of a pass, which is meant for measured costs.
+    """The `min_gain` for `apply_order`, derived from the `min_gain` of a pass.
 
-    Roofline costs have larger errors, so they require a larger predicted gain.
+    The `min_gain` of a pass is meant for measured costs. Roofline costs have larger errors, so they require a larger
+    predicted gain.
     """
     return min_gain * (_UNMEASURED if costs.estimator is None else 1.0)
 
@@ -207,15 +209,17 @@ def apply_order(
     Callees come before their callers, so a loop's body is final when the loop itself is placed.
 
     Args:
-      memory_limit: bytes that the module may need, arguments included, by the live-range estimate. None: the need of
-        XLA's order plus `memory_slack`.
-      memory_slack: fraction of that need, arguments excluded.
-      min_gain: required saving, as a fraction of the most that overlap could save: the smaller of the computation's own
-        compute and communication. None takes every order that fits, even a slower one; that makes a baseline.
-      max_in_flight: as in `Limits`. An order within this limit replaces one above it, even if it is slower.
+      memory_limit: bytes that the module may need, arguments included, as estimated from live ranges. None stands for
+        the need of XLA's order plus `memory_slack`.
+      memory_slack: memory in addition to the need of XLA's order, as a fraction of that need without arguments.
+      min_gain: required saving, as a fraction of the most that overlap could save. This most is the computation's own
+        compute time or communication time, whichever is smaller. None takes every order that fits, even a slower order,
+        to make a baseline.
+      max_in_flight: as in `Limits`. An order within this limit replaces an order above it, even if the new order is
+        slower.
 
     Returns:
-      Whether the schedule changed. The context's notes say what was done.
+      Whether the schedule changed. The notes in `context` say what was done.
 
     Raises:
       MemoryRefusal: the module needs more than `memory_limit` in XLA's order and in every order that was tried.

@@ -1,19 +1,20 @@
-"""Searches orders of a body's operators: their time, whether they fit into memory, and how to improve them.
+"""Searches orders of a body's operators: times an order, checks whether it fits into memory, and improves it.
 
 An order is a tuple of operator numbers (`Body.operators`), of the whole body or of a part of it. An order of the whole
 body may also hold waits: places where compute waits for a collective before any operator needs it (`Body.waits_for`).
-The order of all instructions follows from it (`Body.sequence`). `seconds` is its time in the evaluator.
+The order of all instructions follows from an order of operators (`Body.sequence`). `seconds` is the evaluator's time of
+that order.
 
-- `segment` is P of equation 2: two segments from idle lanes to idle lanes. Compute of one strand leads, and
-  collectives start as early as they can. The better of the two ways to lead counts.
-- `allowed` tells after which operators of both strands a barrier may be: their needs have run, and the live values fit
-  into memory. Live values between segments do not depend on the order inside.
-- `improve` is a local search. Random moves of operators and waits come first. A move counts if it is slower by less
-  than a threshold, which falls to zero (threshold accepting: Dueck and Scheuer, 1990). Some moves drag along the
-  operators in between that need the moved one, or that it needs. Half-way, the search tries other orders of the
-  collectives. At the end, each operator moves by a few places as long as that is faster. Most of a moved order is
-  looked up instead of simulated (`order_timing.py`). The remaining times of collectives are slightly rounded, so that
-  more lookups succeed. The search ends after a fixed amount of work, so the result is the same on every host.
+- `segment` is P of equation 2: the time of two segments from idle lanes to idle lanes. Compute of one strand comes
+  first, and collectives start as early as they can. Either strand may come first: the faster way counts.
+- `allowed` tells after which operators of both strands a barrier may stand: all their needs have run, and the live
+  values fit into memory. Live values between segments do not depend on the order inside segments.
+- `improve` is a local search. Random moves of operators and waits come first. A move is accepted if the new order is
+  slower by less than a threshold, which falls to zero (threshold accepting: Dueck and Scheuer, 1990). Some moves drag
+  along operators in between, if they need the moved operator or it needs them. Half-way, the search tries other orders
+  of the collectives. At the end, each operator moves by a few places as long as that is faster. Most of a moved order
+  is looked up instead of simulated (`order_timing.py`). The remaining times of collectives are slightly rounded, so
+  that more lookups succeed. The search ends after a fixed amount of work, so the result is the same on every host.
 """
 
 import random
@@ -29,24 +30,24 @@ from dhelix.passes.ordering.order_rules import Limits, few_in_flight
 from dhelix.passes.ordering.order_timing import Order, OrderTiming, States, Step
 from dhelix.passes.ordering.strand_sequences import Body, Operator, lay
 
-Timed = tuple[float, Order]  # seconds of the whole, and the order
+Timed = tuple[float, Order]  # seconds of an order, and the order
 
-_REACH = 12  # most places of a single move
-_FAR = 30  # most places of a move that drags others along
-_DRAGS = 0.3  # fraction of the random moves that drag others along
-_GAIN = 1e-6  # fraction of the time that counts as faster
+_REACH = 12  # longest move of one operator in the final climb, in places
+_FAR = 30  # longest move that drags other operators along, in places
+_DRAGS = 0.3  # fraction of the random moves that drag other operators along
+_GAIN = 1e-6  # an order is faster only if it saves this fraction of the time
 _GRAIN = 6e-4  # fraction of the time to which remaining times of collectives are rounded
 _WORSE = 1.5e-2  # fraction of the time by which random moves may be slower, at the beginning
 _WAITING = 0.1  # fraction of the random moves that move a wait
-_WANDERED = 0.9  # fraction of the work for random moves; of that,
-_SETTLED = 0.5  # the fraction before other collective orders are tried,
-_SHORT, _LONGER = 0.02, 0.075  # and for each collective order in the first and in the second trial
-_LEAST = 200  # least work for each trial, so that short orders can converge
-_TURNS, _TRIED, _FURTHER = 70, 6, 2  # collective orders: generated, in the first trial (no threshold), in the second
+_WANDERED = 0.9  # fraction of the work that random moves get
+_SETTLED = 0.5  # fraction of the random moves' work before other collective orders are tried
+_SHORT, _LONGER = 0.02, 0.075  # fractions of that work for each collective order in the first and second trial
+_LEAST = 200  # least work for a collective order in a trial, so that short orders can converge
+_TURNS, _TRIED, _FURTHER = 70, 6, 2  # numbers of collective orders: made, tried once (no threshold), tried twice
 
 
 class OrderSearch:
-    """Searches orders of a body, or of its operators `numbers`, which then begin and end with idle lanes."""
+    """Searches orders of a body or of its operators `numbers`. All lanes are idle before and after an order."""
 
     def __init__(
         self, body: Body, costs: Mapping[Instruction, Cost], limits: Limits, numbers: Collection[int] | None = None
@@ -83,15 +84,15 @@ class OrderSearch:
         return {i: [b for b in self.body.timed[i] if b in mine] for i in mine}
 
     def _step(self, number: int) -> Step:
-        """The step of an operator in a segment. It first waits for the pairs that the operator reads."""
+        """The step of an operator in a segment. The step first waits for the pairs that the operator reads."""
         ends = (self.body.ends[pair] for pair in self.body.waits[number])
         return self.states.step((*ends, *self.parts[number]))
 
     def sequence(self, order: Iterable[int]) -> list[Instruction]:
         """All instructions of the whole body, with no more collectives in flight than allowed.
 
-        Dones are as late as possible, which is best if a collective takes longer than predicted. If that needs too much
-        memory, each done moves to the place where its collective has ended, which frees the operand.
+        Dones are as late as possible. This is best if a collective takes longer than predicted. If late dones need too
+        much memory, each done moves to the place where its collective has ended. This frees the operand.
         """
         return self._sequence_and_peak(order)[0]
 
@@ -120,7 +121,7 @@ class OrderSearch:
         return list(laid)
 
     def _timed_sequence(self, order: Iterable[int]) -> list[Instruction]:
-        """The instructions of `sequence` that take time, and dones."""
+        """The instructions of `sequence` that take time, and all dones."""
         laid: dict[Instruction, None] = {}
         timed = self.timed
         for number in order:
@@ -133,7 +134,7 @@ class OrderSearch:
         return few_in_flight(list(laid), timed, self.costs, self.limits.max_in_flight)
 
     def seconds(self, order: Order) -> float:
-        """Time of the whole order, without barriers."""
+        """Time of the whole order in seconds, without barriers."""
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
         for instruction in self._timed_sequence(order):
             player.play(instruction)
@@ -141,14 +142,14 @@ class OrderSearch:
         return player.now
 
     def peak(self, order: Iterable[int]) -> int:
-        """Peak bytes of the order."""
+        """Peak memory of the order in bytes."""
         return self._sequence_and_peak(order)[1]
 
     def fits(self, order: Iterable[int]) -> bool:
         return not self.is_whole or self.peak(order) <= self.limits.bytes
 
     def allowed(self, first: Sequence[Operator], second: Sequence[Operator]) -> Callable[[int, int], bool]:
-        """States (i, j) in which all needs have run and, for a whole body, the live values fit into memory."""
+        """A function of (i, j): whether a barrier may follow the first i operators of `first` and j of `second`."""
         of_second, of_first = needed_of(first, second), needed_of(second, first)
         live = [self._live(first[:i], second) for i in range(len(first) + 1)] if self.is_whole else None
 
@@ -159,7 +160,7 @@ class OrderSearch:
         return allowed
 
     def _live(self, first: Sequence[Operator], second: Sequence[Operator]) -> list[int]:
-        """Bytes live after `first` and the first 0, 1, ... operators of `second`."""
+        """Bytes that are live after `first` and the first 0, 1, ... operators of `second`."""
         live = LiveSet(self.limits.memory, self.body.computation)
         for operator in first:
             self._place(operator, live)
@@ -176,7 +177,7 @@ class OrderSearch:
             live.place(self.body.ends[operator.number])
 
     def segment(self, first: Sequence[Operator], second: Sequence[Operator]) -> tuple[float, Order]:
-        """Seconds and order of both segments from idle lanes to idle lanes, in the better of two launch orders."""
+        """Seconds and order of two segments that run together. Either segment may lead: the faster way counts."""
         both = tuple([o.number for o in first]), tuple([o.number for o in second])
         found = self._pairs.get(both)
         if found is None:
@@ -188,9 +189,9 @@ class OrderSearch:
         return found
 
     def _lay(self, leading: Order, following: Order) -> tuple[float, Order]:
-        """Seconds and order of two segments; `leading` computes first whenever both could.
+        """Seconds and order of two segments. If both could compute, `leading` computes first.
 
-        An operator that computes on idle lanes could be a segment of its own, so the rest is looked up.
+        If an operator computes on idle lanes, it could be a segment of its own. Then the other operators are looked up.
         """
         known = self._segments.get((leading, following))
         if known is None:
@@ -228,8 +229,7 @@ class OrderSearch:
         return seconds + state[self._end][0], tuple(laid)
 
     def _next(self, left: Collection[int], under_way: Collection[Instruction]) -> int:
-        """The first of `left` to run: a collective that can start, else compute that need not wait, else any ready
-        one."""
+        """The next operator of `left`: a collective that can start, else compute without a wait, else any ready one."""
         body = self.body
         ready: list[int] = []
         free: list[int] = []
@@ -244,12 +244,12 @@ class OrderSearch:
         return free[0] if free else ready[0]
 
     def fitting(self, orders: Iterable[Order]) -> list[Timed]:
-        """The orders that fit into memory with their seconds, fastest first."""
+        """The orders that fit into memory, each with its seconds, fastest first."""
         fitting = [order for order in dict.fromkeys(orders) if self.fits(order)]
         return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
 
     def improve(self, start: Timed, work: int) -> Order:
-        """The fastest order found from `start`, which must fit into memory, within `work` (`OrderTiming.work`)."""
+        """The fastest order found from `start` within `work` (`OrderTiming.work`). `start` must fit into memory."""
         states = States(self.costs, self.limits, _GRAIN * start[0])
         timing = OrderTiming(self.body, states, self.timed, self.parts)
         waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))
@@ -263,7 +263,7 @@ class OrderSearch:
     def _in_other_turns(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
         """The fastest of `best` and of new orders.
 
-        A new order starts with its collectives in another order, and random moves improve it.
+        A new order is `best` with its collectives in another order, improved by random moves.
         """
         tried = sorted((timing.seconds(order), order) for order in self._other_turns(best[1]))
         for count, share, worse in ((_TRIED, _SHORT, 0.0), (_FURTHER, _LONGER, _WORSE)):
@@ -272,7 +272,7 @@ class OrderSearch:
         return min([best, *(one for one in tried if self.fits(one[1]))])
 
     def _other_turns(self, order: Order) -> list[Order]:
-        """`order` with other collective orders: breadth-first by exchanges of neighbours, so the nearest come first."""
+        """Versions of `order` with exchanged collectives. Versions with fewer exchanges of neighbours come first."""
         first = tuple(n for n in order if n not in self._compute and n not in self.waits)
         seen, queue, found = {first}, [first], []
         for turns in queue:  # grows during the loop
@@ -301,9 +301,10 @@ class OrderSearch:
         return (*laid, *self.waits) if tuple(n for n in laid if n in turns) == turns else None
 
     def _wander(self, start: Timed, timing: OrderTiming, work: int, worse: float = _WORSE) -> Timed:
-        """Random moves, accepted if the result is not slower by more than a threshold, which falls to zero.
+        """Makes random moves. Accepts a result that is slower by less than a threshold, which falls to zero.
 
-        Memory is checked only for a new fastest order. If it does not fit, the search returns to the fastest that does.
+        Memory is checked only for a new fastest order. If that order does not fit, the search returns to the fastest
+        order that fits.
         """
         draw, waits = random.Random(0), list(self.waits)
         here = best = start
@@ -318,7 +319,7 @@ class OrderSearch:
         return best
 
     def _climb(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
-        """`best` with single operators and waits moved, as long as that is faster and fits."""
+        """Moves single operators and waits of `best`, as long as the order gets faster and fits."""
         seen = {best[1]}
         movable = sorted(best[1], key=lambda n: (n in self._compute, n))
         improved = True
@@ -346,7 +347,7 @@ class OrderSearch:
         return _inserted(rest, number, draw.randint(low, high))
 
     def _dragged(self, order: Order, here: int, there: int) -> Order:
-        """`order` with the operator at `here` moved to `there`, dragging along its needs or its users in between."""
+        """`order` with the operator at `here` moved to `there`. Its needs or its users in between move along."""
         number, low, high = order[here], min(here, there), max(here, there) + 1
         bound = self._bound[number][there > here]
         between = [n for n in order[low:high] if n != number]
@@ -356,7 +357,7 @@ class OrderSearch:
 
     @cached_property
     def _bound(self) -> dict[int, tuple[set[int], set[int]]]:
-        """For each operator or wait: all that it needs, and all that need it, transitively."""
+        """For each number: all numbers that it needs, and all numbers that need it, directly or indirectly."""
         needed: dict[int, set[int]] = {}
         for number in [*self.numbers, *self.waits]:  # needs have lower numbers
             needed[number] = set(self.needs[number]).union(*(needed[n] for n in self.needs[number]))
@@ -376,7 +377,7 @@ class OrderSearch:
                     yield _inserted(rest, number, there)
 
     def _places(self, order: Order, number: int) -> tuple[Order, int, int]:
-        """`order` without `number`, and the first and last place where it may be: between its needs and its users."""
+        """`order` without `number`, and the first and last place for `number`: between its needs and its users."""
         here = order.index(number)
         rest = order[:here] + order[here + 1 :]
         low = max((rest.index(n) + 1 for n in self.needs[number]), default=0)

@@ -1,21 +1,22 @@
 """Times many similar orders of operators, for a search that tries thousands of them.
 
-The time of an instruction depends only on the collectives in flight: the rest of each, and whether it runs. So orders
-are paths through an automaton, which is built on demand:
+The time of an instruction depends only on the collectives in flight: on the time that each of them still needs, and on
+whether it runs already. So an order is a path through an automaton. The automaton is built on demand:
 
     State          what is in flight (`Player.flights`), such as 120 us of a gather
     Step           an operator, with the missing instructions it depends on and those that travel with it
     state[step]    seconds lost in the step, and the state after it; simulated once, then looked up
 
-The loss of a step is its time beyond the minimum that it can take. Losses only add up, so an order is given up as soon
-as it has lost too much. The path of the last complete order is kept. The next order evaluates only the part that
-differs:
+The loss of a step is its time beyond the least time that it can take. Losses are never negative. So an order is given
+up as soon as it has lost too much. The path of the last complete order is kept. For the next order, only the part that
+differs is evaluated:
 
     kept     a b c d e f g h      The path up to c is the same. Behind g the same operators have been placed, so the
     asked    a b c g d e f h      rest is the same, too, once the state is the same: at the latest when it is idle.
 
-Contract: the seconds equal the evaluator's time of the order's sequence, up to rounding. A `grain` above 0 rounds the
-remaining time of collectives, so that states recur. This is accurate enough to tell good orders from bad ones.
+Contract: `OrderTiming.seconds` equals the evaluator's time of the order's instructions, up to rounding. A `grain` above
+0 rounds the remaining time of collectives, so that states recur. This is accurate enough to tell good orders from bad
+ones.
 """
 
 import math
@@ -39,7 +40,7 @@ class Step:
     """Instructions that are simulated together.
 
     Attributes:
-      least: the minimum of seconds that they take.
+      least: the least seconds that these instructions can take.
       drains: whether the step also waits until nothing is in flight.
     """
 
@@ -62,14 +63,14 @@ class State(dict[Step, "tuple[float, State]"]):
 
 
 class States:
-    """All steps and all states reached so far, starting with `idle`. `grain` is in seconds; 0 is exact."""
+    """All steps and all states reached so far, starting with `idle`. `grain` is in seconds; a grain of 0 is exact."""
 
     def __init__(self, costs: Mapping[Instruction, Cost], limits: Limits, grain: float = 0.0) -> None:
         self.costs, self.limits, self.grain = costs, limits, grain
         self._steps: dict[tuple[tuple[Instruction, ...], bool], Step] = {}
         self._states: dict[Flights, State] = {}
         self.idle = self._state(())
-        self.played = 0  # simulated steps
+        self.played = 0  # number of simulated steps
 
     def step(self, instructions: tuple[Instruction, ...], drains: bool = False) -> Step:
         found = self._steps.get((instructions, drains))
@@ -79,7 +80,7 @@ class States:
         return found
 
     def least(self, instruction: Instruction) -> float:
-        """Seconds that an instruction takes at least, whatever is in flight; 0 for a loop, because it may overlap."""
+        """The least seconds of an instruction, whatever is in flight; 0 for a loop, because overlap may shorten it."""
         if instruction.opcode in CONTROL_FLOW:
             return 0.0
         player = self._player()
@@ -108,7 +109,7 @@ class States:
         return found
 
     def _rounded(self, seconds: float) -> float:
-        """At least one grain, because a collective in flight has not ended."""
+        """Rounds `seconds` to whole grains, and to at least one, because a collective in flight has not ended."""
         return max(round(seconds / self.grain), 1) * self.grain
 
     def _player(self) -> Player:
@@ -116,11 +117,12 @@ class States:
 
 
 class OrderTiming:
-    """Times orders of some of a body's operators, which begin and end with idle lanes.
+    """Times orders of a body's operators, or of some of them. All lanes are idle at the begin and the end of an order.
 
     Args:
-      timed: instructions that take time and dones, each with those that must come before it.
-      parts: for each operator, the instructions of `timed` that travel with it; for each wait, those of its pair.
+      timed: maps each done, and each instruction that takes time, to the keys of this map that must come before it.
+      parts: for each operator, the instructions of `timed` that travel with it. A wait has the instructions of its
+        pair.
     """
 
     def __init__(
@@ -146,15 +148,15 @@ class OrderTiming:
         self._kept: Order = ()  # the last order that was timed to its end
         # Before each operator of `_kept` and after the last one: seconds lost, state, mask of placed instructions.
         self._way: list[tuple[float, State, int]] = [(0.0, states.idle, 0)]
-        self._lost = 0.0  # in all of `_kept`, the final drain included
+        self._lost = 0.0  # seconds lost in all of `_kept`, the final drain included
 
     @property
     def work(self) -> int:
-        """Number of orders asked about plus steps simulated for them: a deterministic measure of the effort."""
+        """Number of timed orders plus number of simulated steps: a deterministic measure of the effort."""
         return self._asked + self.states.played - self._played_before
 
     def seconds(self, order: Order, stop: float = math.inf) -> float:
-        """Time of the order; infinite if it is `stop` or more."""
+        """Time of the order in seconds; infinite if this time is `stop` or more."""
         self._asked += 1
         if self.most_in_flight is not None:
             return self._crowded_seconds(order, stop)
@@ -185,7 +187,10 @@ class OrderTiming:
         return self.least + total
 
     def _crowded_seconds(self, order: Order, stop: float) -> float:
-        """The same with a limit on collectives in flight: dones move up, and each instruction is a step of its own."""
+        """Does the same as `seconds`, but with a limit on the collectives in flight.
+
+        Dones move up, and each instruction is a step of its own.
+        """
         sequence: list[Instruction] = []
         laid = 0
         for number in order:
@@ -207,7 +212,7 @@ class OrderTiming:
         return self._last[laid]
 
     def _deciding(self, number: int) -> int:
-        """Mask of the instructions that affect, if already placed, the step of an operator or a wait."""
+        """Mask of the instructions that change the step of an operator or a wait if they are placed before it."""
         found = self._closure.get(self.body.head(number), 0)
         for instruction in self.parts[number]:
             found |= self._bit[instruction]
@@ -216,7 +221,7 @@ class OrderTiming:
         return found
 
     def _step(self, number: int, laid: int) -> tuple[Step, int]:
-        """The step of an operator or a wait after the instructions `laid`, and the mask of its instructions."""
+        """The step of an operator or a wait after the instructions in the mask `laid`, and the mask of the step."""
         head = self.body.head(number)
         new = self._new(laid, (head,) if head in self.timed else (), self.parts[number])
         found = self.states.step(new), sum(self._bit[i] for i in new)
@@ -226,7 +231,7 @@ class OrderTiming:
     def _new(
         self, mask: int, wanted: Collection[Instruction], travelling: Sequence[Instruction] = ()
     ) -> tuple[Instruction, ...]:
-        """The instructions placed for `wanted`, then those of `travelling` whose predecessors are all placed."""
+        """The instructions that `wanted` requires, then the `travelling` instructions with all predecessors placed."""
         laid = dict.fromkeys(i for i, bit in self._bit.items() if mask & bit)
         count = len(laid)
         for instruction in wanted:
@@ -238,7 +243,7 @@ class OrderTiming:
 
 
 def _differing(order: Order, kept: Order) -> tuple[int, int]:
-    """The range of `order` that differs from `kept`; it reaches to the end if the lengths differ."""
+    """The range of `order` that differs from `kept`; the range reaches to the end if the lengths differ."""
     first = next((k for k, (one, other) in enumerate(zip(order, kept, strict=False)) if one != other), len(kept))
     last = len(order)
     if last == len(kept):

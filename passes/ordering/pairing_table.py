@@ -1,12 +1,13 @@
 """Cuts two operator sequences into segments and pairs them by dynamic programming: equation 2 of DHelix section 4.2.
 
-T(i, j) is the least time of the first i operators of one strand and the first j of the other. The cuts are part of the
-search: the minimum is over all last segments of a and b operators, one of which may be empty.
+T(i, j) is the least time of the first i operators of one strand and the first j operators of the other strand. P is the
+time of two segments that run together. The cuts are part of the search: the minimum is over all lengths a and b of the
+two last segments. One of these segments may be empty.
 
     T(i, j) = min over a, b of T(i - a, j - b) + P(first[i - a : i], second[j - b : j])
 
-If one segment is empty, the other strand runs alone. Compute of a segment may hide collectives of the same segment and
-strand (the paper's dual-coloured blocks).
+If one segment is empty, the other segment runs alone. The compute of a segment may also hide collectives of the same
+segment (the paper's dual-coloured blocks).
 
 Cost: proportional to (operators of one) x (operators of the other) x (longest segment + 1) squared.
 """
@@ -23,7 +24,10 @@ SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]
 
 @dataclass(frozen=True)
 class SegmentPair:
-    """Operators `first[0]` to `first[1] - 1` of one strand with those of `second`; `seconds` of both together."""
+    """Two segments that run together, and the `seconds` that they take.
+
+    The segment of the first strand holds its operators `first[0]` to `first[1] - 1`. The same holds for `second`.
+    """
 
     first: tuple[int, int]
     second: tuple[int, int]
@@ -32,7 +36,7 @@ class SegmentPair:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Segment pairs in run order; `seconds` of all of them, with a barrier after each."""
+    """Segment pairs in the order in which they run. `seconds` is their total time, with a barrier after each pair."""
 
     seconds: float
     segments: tuple[SegmentPair, ...]
@@ -46,17 +50,17 @@ def pair(
     allowed: Callable[[int, int], bool] = lambda i, j: True,
     less_than: float = math.inf,
 ) -> Pairing | None:
-    """The fastest way to cut two sequences into segments and pair them (DHelix section 4.2, equation 2).
+    """Finds the fastest way to cut two sequences into segments and to pair the segments (equation 2).
 
     Args:
-      cost: seconds of two segments together, one of which may be empty. It must be at least the busy time of each lane
-        in both segments. The search uses that bound to skip segments that cannot be part of a fastest plan.
-      max_segment: most operators of one strand in a segment.
+      cost: seconds of two segments that run together. One of the two may be empty. The cost must be at least the busy
+        time of each lane in both segments, because the search skips segments by that bound.
+      max_segment: the largest number of operators of one strand in a segment.
       allowed: whether a barrier may follow the first i operators of one sequence and the first j of the other.
-      less_than: upper limit in seconds; slower plans are of no use.
+      less_than: limit in seconds; only faster plans are of use.
 
     Returns:
-      The plan, or None if there is none within `allowed` and `less_than`.
+      The plan, or None if no plan satisfies `allowed` and `less_than`.
     """
     bounds = _Bounds(first, second)
     best: dict[tuple[int, int], tuple[float, SegmentPair | None]] = {(0, 0): (0.0, None)}
@@ -97,7 +101,7 @@ def _plan(best: Mapping[tuple[int, int], tuple[float, SegmentPair | None]], i: i
 
 
 class _Bounds:
-    """Lower bounds: the busy time of the busiest lane in two segments."""
+    """Lower bounds on the time of two segments: the busy time of their busiest lane."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
         lanes = ([_running_sums(o.busy(lane) for o in strand) for strand in (first, second)] for lane in Lane)

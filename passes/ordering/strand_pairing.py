@@ -1,6 +1,6 @@
 """Strand pairing: reorders two strands so that each hides the other's communication (DHelix section 4.2).
 
-The pass cuts both operator sequences into segments and pairs the segments by dynamic programming:
+The pass cuts the operators of each strand into segments, and pairs the segments by dynamic programming:
 
     forward     | norm  all-gather      | product  attention  | product  reduce-scatter |
     backward    | product (wgrad)       | all-gather          | product  product        |
@@ -9,17 +9,19 @@ Contract
     Consumes  scheduled computations with async collectives. Two strands that share no value become two sequences of
               operators (`strand_sequences.py`). Otherwise all operators form one strand.
     Makes     another order of the same instructions; `plan_body` returns it as data.
-    Leaves    XLA's order if no other is faster by the evaluator. Legality and memory limits: `order_rules.py`.
+    Leaves    XLA's order, if the evaluator finds no order that is faster. Legality and memory limits are those of
+              `order_rules.py`.
 
-1. Equation 2, with the cuts as part of the search (`pairing_table.py`), for pairs of candidate orders of the strands.
-   P, the time of both segments from idle lanes to idle lanes, is simulated with the rates of measured pairs in two
-   launch orders: either strand's compute goes first. States whose live values exceed the memory limit are left out.
-2. Local search. Cuts are barriers only in the model. The search starts from the fastest of these plans, `list_order`
-   and XLA's order. It moves single operators and waits while the evaluator says that the whole gets faster without
-   barriers (`order_search.py`). A single strand is searched, too. Bodies of many layers are solved layer by layer
-   (`layer_search.py`).
-3. The result is the fastest of that order, `list_order` and XLA's order within memory. So it is never slower than
-   either by the evaluator.
+1. Equation 2 is solved for pairs of candidate orders of the strands. The cuts are part of the search
+   (`pairing_table.py`). P, the time of two segments from idle lanes to idle lanes, is simulated with the rates of
+   measured pairs. It is simulated in two launch orders: with the compute of either strand first. States whose live
+   values exceed the memory limit are left out.
+2. Local search improves the result, because the cuts are barriers only in the model. It starts from the fastest of
+   three orders: the best plan, the order of `list_order`, and XLA's order. It moves single operators and waits, as long
+   as the evaluator says that the whole order gets faster without barriers (`order_search.py`). A single strand is
+   searched, too. Bodies of many layers are solved layer by layer (`layer_search.py`).
+3. The result is the fastest order that fits into memory: the improved order, the order of `list_order`, or XLA's order.
+   So, by the evaluator, the result is never slower than the other two orders, if they fit.
 
 The pass is deterministic: the order depends only on costs and sequence.
 """
@@ -55,9 +57,9 @@ PAIRED_NOTE, ORDERED_NOTE = (
     "operators of both strands are paired",
     "operators of one strand are ordered",
 )  # messages of the notes
-_WORK = 36_000  # most work of the improvement (`OrderTiming.work`)
+_WORK = 36_000  # limit on the work of the improvement (`OrderTiming.work`)
 _WORK_SHORT = 18  # work for each pair of operators in a short body
-_WORK_LAYER = 2_000  # work for a layer of a long body, and the least for a short body
+_WORK_LAYER = 2_000  # work for a layer of a long body, and least work for a short body
 _LONG = 120  # bodies with more operators are solved layer by layer
 
 
@@ -66,8 +68,8 @@ class StrandPairing:
     """Pairs the operators of two strands.
 
     Attributes:
-      hardware, memory_limit, memory_slack, min_gain, model, max_in_flight: as in `CollectiveSchedule`.
-      max_segment: most operators of one strand in a segment.
+      hardware, memory_limit, memory_slack, min_gain, model, max_in_flight: the same as in `CollectiveSchedule`.
+      max_segment: the largest number of operators of one strand in a segment.
     """
 
     hardware: Hardware = H200
@@ -80,7 +82,7 @@ class StrandPairing:
 
     name = "strand-pairing"
     stage = Stage.POST_SCHEDULER
-    strands = 2  # at most
+    strands = 2  # the largest number of strands
 
     def __post_init__(self) -> None:
         if self.max_segment < 1:
@@ -121,12 +123,12 @@ def plan_body(
 ) -> BodyPlan:
     """The fastest order found for one computation: a pairing of its strands, `list_order`, or `sequence`.
 
-    If none of the three fits into memory, it is the one that needs least memory.
+    If none of the three fits into memory, the result is the order that needs the least memory.
 
     Args:
       sequence: XLA's order.
-      max_segment: most operators of one strand in a segment.
-      strands: 1 treats all operators as one strand, even if two are independent.
+      max_segment: the largest number of operators of one strand in a segment.
+      strands: 1 treats all operators as one strand, even if two parts are independent.
     """
     listed = list_order(computation, sequence, costs, limits)
     body = find_strands(computation, sequence, costs, limits, strands)
@@ -170,7 +172,10 @@ def plan_body(
 
 
 def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], float | None]:
-    """Orders from equation 2 and the best plan's seconds. Long bodies: orders from the layer search, and None."""
+    """Orders from equation 2, and the seconds of the best plan.
+
+    For a long body, these are orders from the layer search, and None.
+    """
     body = search.body
 
     def solve(part: OrderSearch, first: Sequence[Operator], second: Sequence[Operator]) -> Order:
@@ -183,10 +188,10 @@ def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], fl
 
 
 def _paired(search: OrderSearch, first: Strand, second: Strand, max_segment: int) -> tuple[list[Order], float | None]:
-    """The best plan for each pair of candidates of both strands, as orders, and the seconds of the best plan.
+    """Solves equation 2 for pairs of candidates. Returns the plans as orders, and the seconds of the best plan.
 
-    The n-th candidate of one strand goes with the n-th of the other. All nine pairs would give a faster plan, but not a
-    faster order after `improve`.
+    The n-th candidate of one strand is paired with the n-th candidate of the other strand. All nine pairs would give a
+    faster plan, but not a faster order after `OrderSearch.improve`.
     """
     orders: list[Order] = []
     best = math.inf

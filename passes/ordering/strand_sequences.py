@@ -1,24 +1,27 @@
 """Splits a co-executed body into two strands, each a sequence of operators, for `strand_pairing.py`.
 
-A scheduled body of 260 instructions becomes two chains that share only their inputs (DHelix section 4.2: 14 operators
-forward and 18 backward for a transformer layer with tensor and sequence parallelism):
+In DHelix section 4.2, a transformer layer with tensor and sequence parallelism has 14 operators forward and 18
+backward. Here, a scheduled body of 260 instructions becomes two chains that share only their inputs:
 
     first (forward)     norm, all-gather, product, attention, product, reduce-scatter, ...
     second (backward)   all-gather, product, product, reduce-scatter, product (weight gradient), ...
 
 1. *Strands* follow data flow, through tuples element by element. Instructions that only read and move loop state
-   (weight slices, norms of the input) belong to their users and connect nothing. Everything else depends on a
-   collective, a matrix product or attention. It falls into parts that share no value. The two longest parts start the
-   two strands; each further part joins the shorter strand. Names only decide which strand is called the first.
+   (weight slices, norms of the input) belong to their users and connect nothing. All other instructions are a
+   collective, a matrix product or attention, or depend on one of these. They fall into parts that share no value. The
+   two longest parts start the two strands. Each further part joins the shorter strand. The names of the instructions
+   only decide which strand is the first.
 2. *Operators* are collectives (a start with its done) and instructions that take at least 20 us or 0.3 % of the body's
-   time. Each shorter instruction travels with the first operator that needs it. If no operator needs it, it travels
-   with the last operator that it needs.
-3. *Floating* operators have no user in their strand except floating operators: weight gradients, writes of residuals.
-   `Strand.candidates` holds the orders worth trying: XLA's order; floating operators right behind collectives of their
-   strand, which they then hide (the paper's dual-coloured blocks); floating operators at the end.
+   time. Each shorter instruction travels with the first operator that needs it. An instruction that no operator needs
+   travels with the last operator that it needs.
+3. *Floating* operators, such as weight gradients, have no user in their strand except floating operators.
+   `Strand.candidates` holds three orders to try: XLA's order, floating operators right after collectives of their
+   strand, and floating operators at the end. In the second order, floating operators hide collectives of their own
+   strand (the paper's dual-coloured blocks).
 
-`Body.sequence` turns any order of operators that respects `Operator.needs` into an order of all instructions. Missing
-dependencies go directly before each operator. Dones of collectives are among them, so they are as late as possible.
+`Body.sequence` turns any order of operators that respects `Operator.needs` into an order of all instructions.
+Instructions that an operator depends on go directly before it, unless they are placed already. This includes dones of
+collectives, so dones are as late as possible.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,8 +39,8 @@ from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.ordering.order_rules import Limits, dependencies
 
-_TINY = 3e-3  # an instruction is an operator of its own if it takes this fraction of the body's time,
-_LONG = 2e-5  # or this many seconds
+_TINY = 3e-3  # an instruction that takes this fraction of the body's time is an operator
+_LONG = 2e-5  # an instruction that takes this many seconds is an operator
 _RENAMES = frozenset("bitcast opt-barrier async-update".split())
 
 
@@ -47,8 +50,9 @@ class Operator:
 
     Attributes:
       number: index in XLA's schedule order.
-      lane, seconds: of its head instruction alone; `light`: seconds of compute that travel with it.
-      needs: numbers of the operators, of either strand, that must come before.
+      lane, seconds: lane and time of its head, the instruction that stands for it.
+      light: seconds of the compute that travels with it.
+      needs: numbers of the operators, of either strand, that must come before it.
     """
 
     number: int
@@ -64,7 +68,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Strand:
-    """Operators of one strand in XLA's order, and the numbers of the floating ones."""
+    """Operators of one strand in XLA's order, and the numbers of its floating operators."""
 
     operators: tuple[Operator, ...]
     floating: frozenset[int]
@@ -73,13 +77,12 @@ class Strand:
         return Strand(tuple(operators), self.floating & {o.number for o in operators})
 
     def candidates(self) -> tuple[tuple[Operator, ...], ...]:
-        """XLA's order; floating operators behind collectives, which they hide; floating operators at the end."""
+        """XLA's order, floating operators after collectives of the strand, and floating operators at the end."""
         beneath, late = (self._placed(lanes) for lanes in (COMMUNICATION, ()))
         return self.operators, beneath, late
 
     def _placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:
-        """Floating operators go behind the first operator on `lanes` after which they can run, the others to the
-        end."""
+        """Moves each floating operator behind the first operator on `lanes` after which it can run, else to the end."""
         mine = {o.number for o in self.operators}
         waiting = [o for o in self.operators if o.number in self.floating]
         order: list[Operator] = []
@@ -103,12 +106,12 @@ class Body:
 
     Attributes:
       order: all instructions in XLA's order.
-      heads: by operator, the instruction that stands for it; the start of a collective.
-      parts: by operator, its head and the instructions that travel with it.
+      heads: for each operator, the instruction that stands for it. For a collective, this is the start.
+      parts: for each operator, its head and the instructions that travel with it.
       ends: the done of each operator that is an async pair.
-      waits: by operator, the async pairs that it reads, directly or through travelling instructions.
+      waits: for each operator, the async pairs whose results it reads, directly or through travelling instructions.
       before: for each instruction, the instructions that must come before it.
-      timed: the same for instructions that take time and for dones only; it skips over untimed instructions.
+      timed: like `before`, but with dones and instructions that take time only. All others are skipped over.
     """
 
     computation: Computation
@@ -130,7 +133,7 @@ class Body:
 
     @cached_property
     def waits_for(self) -> dict[int, int]:
-        """Maps wait numbers (above operator numbers) to pairs. At a wait in an order, compute waits for the pair."""
+        """Maps the number of each wait to an async pair. At a wait, compute waits for the done of the pair."""
         return {len(self.operators) + n: pair for n, pair in enumerate(sorted(self.ends))}
 
     def head(self, number: int) -> Instruction:
@@ -138,12 +141,12 @@ class Body:
         return self.heads[number] if number < len(self.heads) else self.ends[self.waits_for[number]]
 
     def sequence(self, numbers: Iterable[int]) -> list[Instruction]:
-        """All instructions in an order that follows `numbers` (operators and waits), which must respect their needs."""
+        """All instructions, ordered by `numbers` (of operators and waits). `numbers` must respect all needs."""
         laid: dict[Instruction, None] = {}
         for number in numbers:
             lay(self.head(number), self.before, laid)
             for instruction in self.parts[self.waits_for.get(number, number)]:
-                # Instructions behind the head or the done hold memory until they run, so place them early.
+                # Travelling instructions after the head or the done hold memory until they run. So place them early.
                 if instruction not in laid and instruction in self.timed:
                     if all(b in laid for b in self.timed[instruction]):
                         lay(instruction, self.before, laid)
@@ -154,7 +157,7 @@ class Body:
 
 
 def lay[T](wanted: T, before: Mapping[T, Sequence[T]], laid: dict[T, None]) -> None:
-    """Appends `wanted` to `laid`, after everything that must come `before` it and is missing."""
+    """Appends `wanted` to `laid`, after all its predecessors (`before`) that are missing in `laid`."""
     if wanted in laid:
         return
     stack = [wanted]
@@ -189,7 +192,7 @@ def find_strands(
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, limits.memory):
         before[later].append(earlier)
-    # 2. Operators; `_Maker` also does step 3, the floating ones.
+    # 2. Operators; `_Maker` also does step 3, floating operators.
     heads = [i for i in sequence if not is_done(i) and (costs[i].lane is not Lane.COMPUTE or seconds[i] >= tiny)]
     return _Maker(computation, sequence, costs, seconds, before, heads).body(two)
 
@@ -197,7 +200,7 @@ def find_strands(
 def _halves(
     parts: Sequence[Sequence[Instruction]], seconds: Mapping[Instruction, float]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Groups parts into two halves of similar time, such as two forward passes against one backward."""
+    """Groups parts into two halves of similar time, such as two forward passes and one backward pass."""
     one: list[Instruction] = []
     other: list[Instruction] = []
     for part in parts:  # the longest first
@@ -219,7 +222,7 @@ def _backward_share(part: Sequence[Instruction], seconds: Mapping[Instruction, f
 
 
 def _independent_parts(sequence: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> list[list[Instruction]]:
-    """Work (`_is_work`) and everything that depends on it, grouped into parts that no value connects."""
+    """Groups work (`_is_work`), and all instructions that depend on work, into parts that share no value."""
     part: dict[Instruction, list[Instruction]] = {}
     for instruction in sequence:
         if instruction.opcode in FREE_OPCODES:
@@ -239,14 +242,14 @@ def _independent_parts(sequence: Sequence[Instruction], costs: Mapping[Instructi
 
 
 def _is_work(instruction: Instruction, costs: Mapping[Instruction, Cost]) -> bool:
-    """Whether it is a collective, a matrix product, attention or another call, or a loop, which may hold these."""
+    """Whether the instruction is a collective, a matrix product, a custom call such as attention, or control flow."""
     if instruction.opcode in ("fusion", "dot", "convolution"):
         return work_of(instruction).unit != "memory"
     return instruction.opcode in (*CONTROL_FLOW, "custom-call") or costs[instruction].lane is not Lane.COMPUTE
 
 
 def _sources(value: Instruction) -> list[Instruction]:
-    """The instructions that produce `value`. Follows renames, and tuples to the element that is read."""
+    """The instructions that produce `value`. Looks through renames, and finds the tuple element that is read."""
     path: list[int] = []
     while True:
         if value.opcode == "get-tuple-element":
@@ -262,7 +265,7 @@ def _sources(value: Instruction) -> list[Instruction]:
 
 
 class _Maker:
-    """Builds operators: each of `heads` gets a number, all other instructions travel with one of them."""
+    """Builds a body's operators. Each of `heads` stands for an operator, and other instructions travel with one."""
 
     def __init__(
         self,
@@ -311,13 +314,13 @@ class _Maker:
         )
 
     def _timed(self) -> dict[Instruction, list[Instruction]]:
-        """For each instruction that takes time or is a done: the nearest such instructions that must come before it."""
+        """For each timed instruction (dones included), the nearest timed instructions that must come before it."""
         timed = {i: i for i in self.sequence if is_done(i) or self.seconds[i] > 0.0 or i in self.number}
         found = _nearest(self.sequence, self.before, timed)
         return {i: list(found[i]) for i in timed}
 
     def _carriers(self) -> dict[Instruction, int]:
-        """The operator with which each instruction travels. Dones of async pairs travel with none."""
+        """The operator with which each instruction travels. Dones of async pairs travel with no operator."""
         found = dict(self.number)
         needed_by: dict[Instruction, int] = {}
         for instruction in reversed(self.sequence):
@@ -330,7 +333,7 @@ class _Maker:
                 carrier = needed_by.get(instruction, max(self.needs[instruction], default=None))
                 if carrier is not None:
                     found[instruction] = carrier
-        for instruction in reversed(self.sequence):  # the rest travels with the travelling instructions that need it
+        for instruction in reversed(self.sequence):  # the rest travels with the instructions that need it
             if instruction in found:
                 for earlier in self.before[instruction]:
                     if earlier not in found and not is_done(earlier):
@@ -345,7 +348,7 @@ class _Maker:
         return tuple(tuple(sorted(found[head])) for head in self.heads)
 
     def _strands(self, operators: Sequence[Operator], parts: Sequence[Sequence[Instruction]]) -> tuple[Strand, Strand]:
-        """An operator outside both parts joins the strand of its first user, or the first strand if it has none."""
+        """Makes a strand of each part. Other operators join the strand of their first user, or the first strand."""
         side = {self.number[i]: n for n, part in enumerate(parts) for i in part if i in self.number}
         users: dict[int, list[int]] = {o.number: [] for o in operators}
         for operator in operators:
@@ -363,7 +366,7 @@ class _Maker:
     def _floating(
         self, mine: Sequence[Operator], users: Mapping[int, Sequence[int]], side: Mapping[int, int]
     ) -> set[int]:
-        """Compute operators whose users in their own strand all float. Collectives never float: compute hides them."""
+        """Compute operators whose users in their own strand all float. Collectives never float."""
         found: set[int] = set()
         for operator in reversed(mine):
             own_users = [u for u in users[operator.number] if side[u] == side[operator.number]]
@@ -378,7 +381,7 @@ def _nearest[Mark](
     before: Mapping[Instruction, Sequence[Instruction]],
     marks: Mapping[Instruction, Mark | None],
 ) -> dict[Instruction, Mapping[Mark, None]]:
-    """For each instruction, the marks of its nearest marked predecessors. Marks of None end the walk only."""
+    """For each instruction, the marks of its nearest marked predecessors. Marks that are None are left out."""
     found: dict[Instruction, Mapping[Mark, None]] = {}
     for instruction in sequence:
         earlier = before[instruction]

@@ -3,13 +3,14 @@
 The two kinds of schedules are timed as they run:
 
     lockstep        A tick lasts until its slowest stage is done. Stages without work compute along, all chunks are as
-                    long as the longest one, and messages must arrive before the next tick.
-    not lockstep    A stage waits only for its own order and for messages, as the literature counts
-                    (`simulation.makespan`). In the executor's program it also waits for the receivers of its messages
-                    (`message_times.py`).
+                    long as the longest chunk, and messages must arrive before the next tick.
+    not lockstep    A stage waits only for its previous task and for messages, as in the literature
+                    (`simulation.makespan`). In the executor's program, a stage also waits for the receivers of its
+                    messages (`message_times.py`).
 
-The bubble is idle time over ideal time, without the gain of co-execution. For W and 1F1B with equal chunks it is (P -
-1) / M, whatever a forward and a backward cost. `idle_share` is the idle fraction of the step with co-execution.
+The bubble is idle time over ideal time, without the gain of co-execution. For W and 1F1B with equal chunks, P stages
+and M micro-batches, the bubble is (P - 1) / M, whatever a forward and a backward cost. `idle_share` is the idle
+fraction of the step with co-execution.
 
 All times are exact fractions in the unit of the costs; `float(...)` makes them printable.
 """
@@ -28,17 +29,18 @@ from dhelix.passes.pipeline_fold.transfers import transfers
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The cost of a schedule; times in the unit of the costs.
+    """The cost of a schedule. Times are in the unit of the costs.
 
     Attributes:
-      step_time: with co-execution.
-      ideal_time: average work of a stage without co-execution: the step time if no stage ever waited.
+      step_time: time of the step, with co-execution.
+      ideal_time: average work of a stage, without co-execution. This would be the step time if no stage ever waited.
       bubble_fraction: idle time over ideal time, without co-execution.
-      idle_share: idle time over `step_time`, both with co-execution. Computing along counts as idle.
+      idle_share: idle time over `step_time`, both with co-execution. Masked work counts as idle.
       co_executed_share: fraction of ticks that are SI blocks, averaged over the stages. Ticks without work count, too.
       peak_residual_slots: by stage, the largest number of chunks whose residuals are live at once.
-      peak_residual_layers: the same in layers, each for one micro-batch.
-      stage_layers: by stage, the number of layers whose parameters it holds.
+      peak_residual_layers: by stage, the largest number of layers whose residuals are live at once, each for one
+        micro-batch.
+      stage_layers: by stage, the number of layers whose parameters the stage holds.
     """
 
     name: str
@@ -58,8 +60,9 @@ def evaluate(
     """The cost of a valid schedule (`validation.validate`).
 
     Args:
-      meetings: senders wait for receivers, as in the executor's program. In lockstep they always do.
-      sends_beside: messages of that program overlap with loops over layers (`message_times.meeting_time`).
+      meetings: whether senders wait for receivers, as in the executor's program. In lockstep, senders always wait.
+      sends_beside: whether messages of the executor's program overlap with loops over layers
+        (`message_times.meeting_time`).
     """
 
     def timed(costs: PipelineCosts) -> tuple[StagePrograms, Fraction]:
@@ -76,7 +79,9 @@ def evaluate(
 
 
 def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: PipelineCosts) -> Evaluation:
-    """The cost of a pipeline that is no `Schedule`: `bidirectional.bidirectional` or `zero_bubble_v.zero_bubble_v`.
+    """The cost of a pipeline that is no `Schedule`.
+
+    `bidirectional.bidirectional` and `zero_bubble_v.zero_bubble_v` make such pipelines.
 
     Args:
       plain: the same pipeline, made with `costs.without_gain()`.
@@ -108,7 +113,10 @@ def _task(layout: Layout, cell: Cell, costs: PipelineCosts) -> Task:
 
 
 def _lockstep_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
-    """Every tick costs what any stage does in it, with as many layers as the longest chunk."""
+    """The time of a lockstep schedule.
+
+    In each tick, every stage does all kinds of work that any stage does, with as many layers as the longest chunk.
+    """
     layers = schedule.layout.padded
     total = Fraction(0) if costs.shared_ends else costs.of_ends(schedule.microbatches)
     for number, tick in enumerate(schedule.ticks):

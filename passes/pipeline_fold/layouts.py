@@ -5,16 +5,19 @@
     interleaved, 2 each     0 1 | 4 5        2 3 | 6 7          chunk c on stage c mod P
     fold (U)                0 1 | 6 7        2 3 | 4 5          chunk c on stage min(c, 2P - 1 - c)
 
-Contract: chunks cover the model's layers in order, each layer once. All stages hold equally many chunks. Chunk lengths
-differ by at most one. If the number of chunks does not divide the number of layers, the last chunks are the longer
-ones. Longer chunks go to different stages until every stage has one, so stages differ by at most one layer. Residuals
-of late chunks live shortest, so the extra layers cost the least memory there.
+P is the number of stages.
 
-A model that scans over layers has stacked parameters, [layers, ...]. A pipeline stores them stage by stage, [stages,
-chunks of a stage, padded layers of a chunk, ...]. `storage_order` and `model_order` are the two permutations. No layer
-is stored twice. Places without a layer hold padding, which computes the identity.
+Contract: chunks cover the model's layers in order, each layer once. All stages hold the same number of chunks. Chunk
+lengths differ by at most one. If the number of chunks does not divide the number of layers, the last chunks are the
+longer ones. Longer chunks go to different stages until every stage has one, so stages differ by at most one layer. The
+residuals of the last chunks live for the shortest time, so the extra layers cost the least memory there.
 
-DHelix section 4.1 and figure 7 (arXiv 2411.15871).
+A model that scans over layers has stacked parameters of shape [layers, ...]. A pipeline stores these parameters stage
+by stage, in the shape [stages, chunks of a stage, padded layers of a chunk, ...]. `storage_order` is the permutation to
+this shape, and `model_order` is the permutation back. No layer is stored twice. Places without a layer hold padding,
+which computes the identity.
+
+Source: DHelix section 4.1 and figure 7 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ def interleaved_layout(layers: int, stages: int, chunks_per_stage: int) -> Layou
 
 
 def fold_layout(layers: int, stages: int) -> Layout:
-    """The U: chunks d and 2P - 1 - d on stage d. Raises DhelixError if there are more chunks than layers."""
+    """The fold (U): chunks d and 2P - 1 - d on stage d. Raises DhelixError if there are more chunks than layers."""
     chunks = 2 * stages
     return Layout(
         stages, _chunk_layers(layers, stages, chunks), tuple(min(chunk, chunks - 1 - chunk) for chunk in range(chunks))
@@ -47,7 +50,7 @@ def fold_layout(layers: int, stages: int) -> Layout:
 
 
 def check_folded(layout: Layout) -> None:
-    """Raises DhelixError if `layout` is not a U."""
+    """Raises DhelixError if `layout` is not the folded layout."""
     if layout.stage_of != tuple(min(chunk, 2 * layout.stages - 1 - chunk) for chunk in range(2 * layout.stages)):
         raise DhelixError("this schedule needs the folded layout: make it with fold_layout(layers, stages)")
 
@@ -62,8 +65,10 @@ def storage_order(layout: Layout) -> np.ndarray:
 
 
 def model_order(layout: Layout) -> np.ndarray:
-    """The place of each layer in the flattened `storage_order`, int32[layers]. Indexing with it undoes the storage
-    order."""
+    """The place of each layer in the flattened `storage_order`, int32[layers].
+
+    Indexing stored layers with these places gives the layers in the model's order.
+    """
     flat = storage_order(layout).reshape(-1)
     places = np.flatnonzero(flat >= 0)
     return places[np.argsort(flat[places])].astype(np.int32)

@@ -1,19 +1,21 @@
-"""When the executor's program of a schedule is done: every message is a rendezvous of its sender and its receiver.
+"""Computes when the executor's program of a schedule is done. Every message is a rendezvous of sender and receiver.
 
-A collective-permute ends on a stage when the stages that it sends to and receives from have reached it, too. That holds
-in every tick that contains it (`phases.py`), even if there is nothing to send. Stages that it does not name go on. So a
-stage that goes forward waits for a neighbour that goes backward. A runtime that buffers messages
-(`simulation.makespan`) would let it go on:
+On a stage, a collective-permute ends when the stage's senders and receivers have reached the collective-permute, too.
+This holds in every tick that contains the collective-permute (`phases.py`), even if there is nothing to send. Stages
+that the collective-permute does not name do not wait. So a stage that goes forward waits for a neighbour that goes
+backward. With a runtime that buffers messages (`simulation.makespan`), the stage would not wait:
 
     stage 0   F F F F             stage 0   F   F   F   F
     stage 1     B   B   B   B     stage 1     B   B   B   B       rendezvous after each of stage 1's
               buffered                        stage 0 waits
 
-A late exchange (`phases.Messages`) ends when the next tick ends, or before that tick begins. XLA puts the loop over
-layers between start and done of a collective-permute if that loop holds no other collectives.
+A late exchange (`phases.Messages`) overlaps with the loop over layers of the next tick if that loop holds no other
+collectives: XLA then puts the loop between start and done of the collective-permute. Otherwise the late exchange ends
+before the next tick begins.
 
-Shared ends (embedding, head) synchronize all stages each time; otherwise they occupy only their own stage. Lockstep
-schedules are timed by `evaluation.evaluate`, because every tick is a rendezvous of all stages.
+If all stages share embedding and head, both synchronize all stages each time. Otherwise each of the two occupies only
+the stage that computes it. Lockstep schedules are timed by `evaluation.evaluate`, because every tick is a rendezvous of
+all stages.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def meeting_time(schedule: Schedule, costs: PipelineCosts, beside: bool = False)
     """Time from the first task's start to the last one's end, embedding and head included.
 
     Args:
-      schedule: not lockstep.
+      schedule: a schedule that is not lockstep.
       beside: whether late exchanges overlap with the loops over layers of the next tick.
     """
     stages = _Stages(schedule, costs, beside)
@@ -74,7 +76,7 @@ class _Stages:
             self.clock = [now + time * mine for now, mine in zip(self.clock, here, strict=True)]
 
     def _exchanged(self, ways: Sequence[Hop], arrivals: Times) -> Times:
-        """When each stage ends an exchange over `ways`, given its time of arrival."""
+        """The time at which each stage ends an exchange over `ways`, given the stages' times of arrival."""
         ends = list(arrivals)
         for sender, receiver in ways:
             meeting = max(arrivals[sender], arrivals[receiver])

@@ -7,20 +7,21 @@
     head                                    x   x   x     x
     embedding, backward                           x   x        x     x
 
-A phase is a loop whose body holds up to `LONGEST_PERIOD` runs of ticks. In ticks at the same place of the body, every
-stage does the same kind of work. Their messages travel the same ways: one collective-permute over the union of all
-their ways. So each phase costs what its ticks cost: a warm-up tick computes no backward pass, and only ticks that need
-the head hold it.
+A phase is a loop whose body holds up to `LONGEST_PERIOD` runs of ticks. Ticks at the same place of the body do the same
+kinds of work. A way is the path of a message from one stage to another. Ticks at the same place send their messages
+with one collective-permute over the union of their ways. So each phase costs what its ticks cost: a warm-up tick
+computes no backward pass, and only ticks that need the head compute the head.
 
-In lockstep, consecutive ticks with the same content may form one run, a loop within that loop. For example, interleaved
-SI needs the head in P ticks, then in none for (v - 1) P, and so on. Runs are used if they leave less to compile.
+In a lockstep schedule, consecutive ticks with the same content may form one run, which is a loop within the loop of the
+phase. For example, interleaved SI with P stages and v chunks per stage needs the head in P ticks, then in none of (v -
+1) P ticks, and so on. Runs are used if they leave less to compile.
 
-A collective-permute is a rendezvous of the pairs that it names, in every tick that holds it (`message_times.py`).
-Neighbours without messages should not rendezvous. So a loop of a schedule that is not lockstep holds an extra way only
-if that costs less than it saves compiling.
+A collective-permute is a rendezvous of each pair of stages that it names, in every tick that holds the
+collective-permute (`message_times.py`). Neighbours without messages should not rendezvous. So if a schedule is not
+lockstep, a loop may add ways to a tick only if they cost less than the loop saves in compilation.
 
 Messages leave at the end of their tick. If all stages go the other way in the next tick, nobody needs the messages yet.
-They are then late, and overlap with the next tick:
+Such messages are late: they overlap with the next tick:
 
     interleaved 1F1B      F               B               F               B
     exchanges                     activations     cotangents      activations
@@ -42,10 +43,10 @@ class Messages:
     """Messages of one kind in one tick; ways are (from stage, to stage) pairs.
 
     Attributes:
-      ways: of the messages that the tick makes.
-      late: whether they overlap with the next tick instead of leaving at the end of this one; None if the tick makes
-        none.
-      before: ways of the previous tick's messages, if they were late.
+      ways: ways of the messages that the tick makes.
+      late: whether these messages overlap with the next tick instead of leaving at the end of this tick; None if the
+        tick makes no messages.
+      before: ways of the previous tick's messages, if those messages are late.
     """
 
     ways: tuple[Hop, ...] = ()
@@ -58,7 +59,7 @@ class Messages:
         return () if self.late else self.ways
 
     def joined(self, other: Messages) -> Messages | None:
-        """Messages that serve both, or None if one collective-permute cannot."""
+        """Messages that serve both ticks, or None if one collective-permute cannot serve both."""
         ways, before = _joined_ways(self.ways, other.ways), _joined_ways(self.before, other.before)
         if ways is None or before is None or {self.late, other.late} >= {True, False}:
             return None
@@ -70,9 +71,10 @@ class Pattern:
     """The content of the ticks at one place of a phase's body.
 
     Attributes:
-      forward, backward: whether some stages go only that way.
+      forward, backward: whether some stages go only forward, and whether some stages go only backward.
       both: whether some stages go both ways, in one loop over layers.
-      embed, head, embed_backward: whether the ends are computed.
+      embed, head, embed_backward: whether the tick computes the embedding, the head, and the embedding's backward.
+      activations, cotangents: messages of the tick's forwards and backwards.
     """
 
     forward: bool
@@ -86,7 +88,7 @@ class Pattern:
 
     @property
     def exchanges(self) -> int:
-        """Number of messages of all stages."""
+        """Number of ways of all exchanges in the tick."""
         return sum(len(ways) for kind in (self.activations, self.cotangents) for ways in (kind.now, kind.before))
 
     @property
@@ -104,7 +106,7 @@ type Run = tuple[Pattern, int]
 
 @dataclass(frozen=True)
 class Phase:
-    """`rounds` repetitions of `runs`, starting at tick `first`."""
+    """A loop that does `rounds` repetitions of `runs`, starting at tick `first`."""
 
     first: int
     rounds: int
@@ -117,7 +119,7 @@ class Phase:
 
 
 def phases(schedule: Schedule) -> tuple[Phase, ...]:
-    """The schedule's ticks, in order, as few loops."""
+    """The schedule's ticks, in order, as a small number of loops."""
     ticks = [_pattern(schedule, tick) for tick in range(len(schedule.ticks))]
     if not schedule.lockstep:
         return tuple(_loops([(pattern, 1) for pattern in ticks], 0, lockstep=False))
@@ -137,9 +139,9 @@ def patterns(schedule: Schedule) -> tuple[Pattern, ...]:
 
 
 def _with_common_ways(ticks: Sequence[Pattern]) -> list[Pattern]:
-    """If one exchange can serve all ticks of a lockstep schedule, every tick that sends gets it.
+    """If one exchange can serve all ticks of a lockstep schedule, gives it to every tick that sends.
 
-    In lockstep an extra way costs nothing, and two stages that swap in each tick may use an all-gather.
+    In lockstep an extra way costs nothing. Two stages that swap messages in each tick may use an all-gather.
     """
 
     def common(kind: str) -> tuple[Hop, ...] | None:
@@ -157,7 +159,7 @@ def _bodies(loops: Sequence[Phase]) -> int:
 
 
 def _runs(ticks: Sequence[Pattern]) -> list[Run]:
-    """Ticks of a lockstep schedule in as few runs as possible, without ends that a tick does not need."""
+    """Ticks of a lockstep schedule in as few runs as possible. No tick gets an end (`_ends`) that it does not need."""
     runs = [(ticks[0], 1)]
     for tick in ticks[1:]:
         pattern, length = runs[-1]
@@ -167,7 +169,7 @@ def _runs(ticks: Sequence[Pattern]) -> list[Run]:
 
 
 def _loops(runs: Sequence[Run], tick: int, lockstep: bool) -> Iterator[Phase]:
-    """Loops over `runs`, the first of which begins at `tick`."""
+    """Yields loops over `runs`. The first run begins at tick `tick`."""
     while runs:
         candidates = [_longest(runs, period, lockstep) for period in range(1, LONGEST_PERIOD + 1)]
         worth = [_worth(runs, body, rounds, lockstep) for body, rounds in candidates]
@@ -182,11 +184,12 @@ def _loops(runs: Sequence[Run], tick: int, lockstep: bool) -> Iterator[Phase]:
 
 
 def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool) -> float:
-    """Number of runs that the loop saves compiling; if not lockstep, minus the cost of the sends that it adds.
+    """Number of runs that a loop saves compiling, minus (if not lockstep) the cost of the messages that it adds.
 
-    Both sides of a send wait for each other. Neighbours without messages must not do that: a stage that goes forward
-    would wait in each tick for one that goes backward and takes twice as long. If all stages go the same way, they take
-    equally long, and an extra way costs nothing when there is an exchange anyway. In lockstep all stages wait anyway.
+    The sender and the receiver of a message wait for each other. Neighbours without messages should not wait: a stage
+    that goes forward would wait in each tick for a stage that goes backward and takes twice as long. If all stages go
+    the same way, they take equally long. Then an extra way costs nothing if the tick has an exchange anyway. In
+    lockstep, all stages wait for each other anyway.
     """
     covered = rounds * len(body)
     if lockstep:
@@ -203,7 +206,7 @@ def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool
 
 
 def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run], int]:
-    """The body of a loop of `period` runs that covers as many of the first runs as possible, and its rounds."""
+    """The loop over `period` runs that covers as many of the first runs as possible: its body and its rounds."""
     body, covered = list(runs[:period]), 1
     for start in range(period, len(runs) - period + 1, period):
         joined = [_join_runs(a, b, lockstep) for a, b in zip(body, runs[start : start + period], strict=True)]
@@ -214,7 +217,7 @@ def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run
 
 
 def _join_runs(a: Run, b: Run, lockstep: bool) -> Run | None:
-    """One run that serves both, or None. A run of several ticks holds no end that a tick does not need."""
+    """One run for both runs, or None. A run of several ticks holds no end (`_ends`) that a tick does not need."""
     (first, ticks), (second, others) = a, b
     if ticks != others or (ticks > 1 and _ends(first) != _ends(second)):
         return None
@@ -227,12 +230,13 @@ def _ends(pattern: Pattern) -> tuple[bool, bool, bool]:
 
 
 def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
-    """One pattern that serves both, or None.
+    """One pattern that serves both patterns, or None.
 
-    In lockstep the head costs every tick that holds it, so both need it or neither. The same holds for the embedding,
-    except in SI blocks: there the first and last ones accept the extra embedding, because each further body takes long
-    to compile. If not lockstep, each tick would have a loop over layers with no rounds for work that only the other one
-    has. So one pattern must include all kinds of work of the other.
+    In lockstep, the head costs time in every tick that holds it. So two patterns are joined only if both need the head
+    or neither does. The same holds for the embedding, except in SI blocks. The first and last SI blocks compute an
+    embedding that they do not need, because each further body takes long to compile. If the schedule is not lockstep,
+    one pattern must include all kinds of work of the other pattern. Otherwise a tick would have a loop over layers,
+    without rounds, for work that only the other tick has.
     """
     activations, cotangents = a.activations.joined(b.activations), a.cotangents.joined(b.cotangents)
     if lockstep:
@@ -260,7 +264,7 @@ def _joined_ways(a: Sequence[Hop], b: Sequence[Hop]) -> tuple[Hop, ...] | None:
 
 
 def _kinds(pattern: Pattern) -> frozenset[str]:
-    """The loops over layers that a tick has."""
+    """The kinds of loops over layers that a tick has."""
     return frozenset(kind for kind in ("forward", "backward", "both") if getattr(pattern, kind))
 
 
@@ -292,7 +296,7 @@ def _messages(schedule: Schedule, tick: int, direction: Direction) -> Messages:
         return tuple(sorted(hop for hop in handed_over(schedule, tick, direction) if hop[0] != hop[1]))
 
     def late(tick: int) -> bool | None:
-        """Messages that stay on their stages are not sent, and so never late."""
+        """Whether the messages of `tick` are late; None if there are none. Messages to the own stage are never late."""
         if not handed_over(schedule, tick, direction):
             return None
         return bool(ways(tick)) and not schedule.lockstep and not _goes(schedule, tick + 1, direction)

@@ -1,17 +1,18 @@
 """A pipeline schedule as data: which stage computes what in which tick, and where residuals are.
 
-A model of L layers is cut into chunks of equal length; chunk c + 1 reads the output of chunk c. A stage is one place on
-the mesh's pipeline axis and holds one or more chunks. In a tick a stage computes at most one chunk of one micro-batch
-forward and one backward. Results of a tick are available to the neighbour in the next one.
+A model is cut into chunks of layers. The lengths of two chunks differ by at most one layer. Chunk c + 1 reads the
+output of chunk c. A stage is one place on the mesh's pipeline axis and holds one or more chunks. In a tick, a stage
+computes at most one chunk of one micro-batch forward, and at most one chunk of one micro-batch backward. A neighbour
+can use the results of a tick in the next tick.
 
     tick            0     1     2     3     4     5    ...
     stage 0        F0.0              F1.0        B..        F1.0: micro-batch 1, chunk 0, forward
     stage 1              F0.1
 
-Residuals are the values that a chunk's backward needs from its forward. They are in the stage's ring of slots. A slot
-belongs to one chunk of one micro-batch from the tick of its forward to the tick of its backward. In the same tick a
-forward may take over the slot that the backward frees: layer by layer it writes where the backward has just read. The
-backward runs through the layers in reverse, so the new residuals are in reverse order (`Work.reversed`).
+Residuals are the values that a chunk's backward needs from its forward. The stage stores them in a ring of slots. A
+slot belongs to one chunk of one micro-batch from the tick of its forward to the tick of its backward. A forward may
+take over the slot that the backward of the same tick frees: layer by layer, the forward writes where the backward has
+just read. The backward runs through the layers in reverse, so the new residuals are in reverse order (`Work.reversed`).
 
 The functions in `schedules/` make a schedule, `validation.validate` checks it, `evaluation.evaluate` times it, and
 `dhelix.runtime.pipeline` executes it.
@@ -28,7 +29,7 @@ class Layout:
 
     Attributes:
       stages: P, the size of the pipeline axis.
-      chunk_layers: number of the model's layers in each chunk, in chunk order; they differ by at most one.
+      chunk_layers: number of the model's layers in each chunk, in chunk order; these numbers differ by at most one.
       stage_of: the stage of each chunk.
     """
 
@@ -47,7 +48,10 @@ class Layout:
 
     @property
     def padded(self) -> int:
-        """Stored and computed layers of every chunk: the longest chunk's number. Shorter chunks get identity layers."""
+        """Number of layers that every chunk stores and computes: the length of the longest chunk.
+
+        Shorter chunks get identity layers.
+        """
         return max(self.chunk_layers)
 
     def layers_of(self, chunk: int) -> range:
@@ -70,7 +74,8 @@ class Work:
 
     Attributes:
       slot: slot of the stage's ring to which the forward writes its residuals, and from which the backward reads them.
-      reversed: whether the residuals of the chunk's layer l are at place `padded - 1 - l` of the slot instead of l.
+      reversed: whether the residuals of the chunk's layer l are at place `padded - 1 - l` of the slot instead of place
+        l.
     """
 
     microbatch: int
@@ -81,7 +86,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cell:
-    """The work of one stage in one tick. A cell with both is an SI block: the two are co-executed."""
+    """The work of one stage in one tick. A cell with a forward and a backward is an SI block that co-executes both."""
 
     forward: Work | None = None
     backward: Work | None = None
@@ -95,8 +100,8 @@ class Schedule:
       name: one of `catalogue.SCHEDULES`.
       ticks: the cells of each tick, by stage.
       slots: number of residual slots of each stage's ring, the same on all stages because they run one program.
-      lockstep: whether the program needs no branches: if any stage goes forward in a tick, all do, and the same for
-        backward. A stage without such work computes along, and its results are masked.
+      lockstep: whether the program needs no branches. In lockstep, all stages go forward in a tick if any stage goes
+        forward. The same holds for backward. A stage without such work computes along, and its results are masked.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""When the stages of a pipeline are done, if each runs its tasks in order and waits only for messages.
+"""Computes when the stages of a pipeline are done. Each stage runs its tasks in order and waits only for messages.
 
 A task starts as soon as its stage has ended the previous task and its inputs are there. An input from the same stage is
-there at once, an input from another stage a `send` after that stage has made it.
+there at once. An input from another stage is there a time `send` after the other stage has made it.
 """
 
 from __future__ import annotations

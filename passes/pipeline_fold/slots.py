@@ -2,15 +2,17 @@
 
 The input is a timetable: the (micro-batch, chunk) that each stage runs forward and backward in each tick. A chunk of a
 micro-batch holds one slot of its stage from its forward tick to its backward tick. A forward takes the lowest free
-slot. If none is free and reuse within a tick is allowed, it takes the slot that the backward of the same tick frees:
+slot. If no slot is free and reuse within a tick is allowed, the forward takes the slot that the backward of the same
+tick frees:
 
     iteration l of the tick's loop     backward: layer padded - 1 - l, reads its place p     forward: layer l, writes p
 
-So the new residuals are in the reverse order of the old ones: `reversed` flips at each hand-over.
+So the new residuals are in the reverse order of the old residuals: `reversed` flips at each hand-over.
 
 In a lockstep schedule a stage without a forward computes along in every tick in which another stage goes forward. Its
-writes must not overwrite live residuals: `scratch` names a slot that is dead then. `with_slots` makes the ring large
-enough for such a slot in each of these ticks. The W schedule never needs more than its 2P slots for that (tests).
+writes must not overwrite live residuals, so `scratch` names a slot without live residuals. `with_slots` makes the ring
+large enough for such a slot in each of these ticks. The tests show that, with P stages, the W schedule never needs more
+than its 2P slots for this.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def with_slots(
 def scratch(schedule: Schedule) -> tuple[tuple[tuple[int, bool] | None, ...], ...]:
     """By tick and stage: the (slot, reversed) that a masked forward may write, or None if no masked forward runs.
 
-    A masked forward runs on each stage without a forward in a tick in which another stage goes forward. It writes a
-    slot that is free during the tick, or takes over the slot that the backward of the tick frees.
+    A masked forward runs on each stage without a forward in a tick in which another stage goes forward. The masked
+    forward writes a slot that is free during the tick, or takes over the slot that the backward of the tick frees.
 
     Raises:
       DhelixError: a stage has no such slot.

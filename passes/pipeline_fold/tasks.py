@@ -1,7 +1,7 @@
 """The evaluator's view of a pipeline: the tasks of each stage in order, and their times.
 
-It is more general than `schedule.Schedule`: a backward may be split in two, and the stages may hold the model twice.
-Times are exact fractions in the unit of the caller's costs, so results can be compared for equality.
+This view is more general than `schedule.Schedule`: a backward may be split in two, and the stages may hold the model
+twice. Times are exact fractions in the unit of the caller's costs, so results can be compared for equality.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ class PipelineCosts:
     """Times, all in one unit.
 
     Attributes:
-      forward, backward: of one layer and one micro-batch on a stage.
-      co_executed: of one layer forward overlapping with another layer backward (SI block); None: their sum.
-      weight_gradient: the part of `backward` for gradients of weights; None: half. Only zero-bubble V uses it.
-      embedding, head: of one micro-batch, forward and backward, if one stage computes all of it.
+      forward, backward: times of the forward and the backward of one layer for one micro-batch.
+      co_executed: time of one layer's forward that overlaps with another layer's backward (SI block). None stands for
+        the sum of both times.
+      weight_gradient: the part of `backward` for gradients of weights. None stands for half of `backward`. Only
+        zero-bubble V uses this part.
+      embedding, head: times of the whole embedding and the whole head for one micro-batch, forward and backward, on one
+        stage.
       shared_ends: whether all stages share embedding and head equally (sharded over the pipeline axis). If not, the
         stages of the first and the last chunk compute them.
-      send: of one message, from the end of the task to its arrival.
+      send: time of one message, from the end of the task to the arrival of the message.
     """
 
     forward: Number
@@ -49,7 +52,7 @@ class PipelineCosts:
             raise DhelixError("pipeline costs: weight_gradient is a part of backward and cannot exceed it")
 
     def of_pair(self, forward_layers: int, backward_layers: int) -> Fraction:
-        """Time of a cell with so many layers forward and backward; as many as possible are co-executed."""
+        """Time of a cell with the given numbers of layers. As many layers as possible are co-executed."""
         return _pair_time(self, forward_layers, backward_layers)
 
     def without_gain(self) -> PipelineCosts:
@@ -76,13 +79,15 @@ Label = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Task:
-    """A unit of work of a stage, without interruption.
+    """A unit of work of a stage, which runs without interruption.
 
     Attributes:
-      reads, makes: results. One task makes each result.
-      takes: the chunk whose residuals it stores; None if none.
-      frees: the chunk whose residuals it frees; None if none.
-      hands_over: whether it overwrites, layer by layer, the residuals that it frees, so both are never live in full.
+      reads: results that the task needs.
+      makes: results that the task makes. Only one task makes each result.
+      takes: the chunk whose residuals the task stores; None if it stores none.
+      frees: the chunk whose residuals the task frees; None if it frees none.
+      hands_over: whether the task overwrites, layer by layer, the residuals that it frees. Then the old and the new
+        residuals are never live in full at the same time.
     """
 
     time: Fraction
@@ -118,7 +123,7 @@ class StagePrograms:
 def task(
     chunk_layers: Sequence[int], forward: Item | None, backward: Item | None, costs: PipelineCosts, hands_over: bool
 ) -> Task:
-    """One chunk forward, one chunk backward, or both co-executed; each is (micro-batch, chunk)."""
+    """A task of one forward, one backward, or both co-executed. `forward` and `backward` are (micro-batch, chunk)."""
     last = len(chunk_layers) - 1
     reads, makes = list[Label](), list[Label]()
     time = costs.of_pair(chunk_layers[forward[1]] if forward else 0, chunk_layers[backward[1]] if backward else 0)

@@ -7,11 +7,12 @@ Schedules in the literature are an order of work for each stage. The times follo
                                  stage 1        F0   B0   F1   B1
 
 A cell takes one tick and needs results of earlier ticks. A stage receives at most one activation and one cotangent per
-tick, from itself or another stage. If two cells would send it the same kind in one tick, the cell on the earlier stage
-waits.
+tick, from itself or another stage. If two cells would send a stage the same kind of message in one tick, the cell on
+the earlier stage waits.
 
-Ticks do not really have equal length. If neighbours rendezvous at the end of each tick, a forward next to a backward
-waits. `one_way` separates them: forward and backward ticks alternate as long as there is work for the other direction:
+In fact, a backward takes longer than a forward. If neighbours rendezvous at the end of each tick, a stage with a
+forward waits for a neighbour with a backward. `one_way` separates the two directions: forward and backward ticks
+alternate as long as there is work for the other direction:
 
     stage 0: F0 F1 F2 B0 F3 B1      tick      0    1    2    3    4    5    6
     stage 1: F0 B0 F1 B1 F2 B2      stage 0   F0   F1        F2   B0   F3   B1
@@ -35,7 +36,7 @@ def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool 
     """The work of each stage by tick, from its order. Raises DhelixError if the orders deadlock.
 
     Args:
-      one_way: all stages go the same way in a tick, alternately forward and backward. No cell may do both.
+      one_way: whether all stages go the same way in a tick, alternately forward and backward. No cell may do both.
     """
     position = [0] * layout.stages
     made: set[tuple[str, Item]] = set()
@@ -61,7 +62,7 @@ def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool 
 
 
 def _row(layout: Layout, pairs: Sequence[Pair], made: set[tuple[str, Item]]) -> list[Pair]:
-    """The cells of `pairs`, the next of each stage, that can run in one tick once `made` is done."""
+    """Each stage's next cell, from `pairs`, if it can run in the tick after `made`; otherwise an idle cell."""
     row: list[Pair] = [_IDLE] * layout.stages
     receivers: set[tuple[str, int]] = set()
     for stage, pair in reversed([*enumerate(pairs)]):
@@ -97,7 +98,7 @@ def _reads(layout: Layout, pair: Pair) -> set[tuple[str, Item]]:
 
 
 def _sent(layout: Layout, pair: Pair) -> set[tuple[str, int]]:
-    """(kind, receiver) of the messages of `pair`."""
+    """The (kind, receiver) of each message that `pair` sends."""
     sent = set()
     for kind, item, step in (("activation", pair[0], 1), ("cotangent", pair[1], -1)):
         reader = -1 if item is None else item[1] + step

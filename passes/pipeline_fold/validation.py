@@ -1,4 +1,4 @@
-"""Checks a schedule before it runs. Raises `DhelixError` that names the tick, the stage and the fault.
+"""Checks a schedule before it runs. A `DhelixError` names the tick, the stage and the fault.
 
     shape          as many cells in each tick as stages; equally many chunks on each stage; at least one layer in each
     work           every chunk of every micro-batch runs forward once and backward once, on the stage that holds it
@@ -49,7 +49,7 @@ def _check_layout(layout: Layout) -> None:
 
 
 def _works(schedule: Schedule, direction: str) -> Iterator[tuple[int, int, Work]]:
-    """(tick, stage, work) of all work in `direction`."""
+    """Yields (tick, stage, work) for all work in `direction`."""
     for number, tick in enumerate(schedule.ticks):
         for stage, cell in enumerate(tick):
             work = cell.forward if direction == "forward" else cell.backward
@@ -133,13 +133,13 @@ def _check_messages(schedule: Schedule) -> None:
 def _check_lockstep(
     schedule: Schedule, forwards: dict[tuple[int, int], int], backwards: dict[tuple[int, int], int]
 ) -> None:
-    """Checks that the schedule runs without branches, with stages computing along if they have no work in a tick.
+    """Checks that the schedule can run without branches: stages without work in a tick compute along.
 
     - Ticks go forward only, then both ways, then backward only.
     - A message is used in the very next tick, because the next message replaces it.
     - A stage that computes along has a slot to write to (`scratch`).
-    - A stage computes along for at most P - 1 micro-batches, the bubble of 1F1B. A schedule above that limit would be
-      faster with branches.
+    - With P stages, a stage computes along for the time of at most P - 1 micro-batches, which is the bubble of 1F1B. A
+      schedule above that limit would be faster with branches.
     """
     layout = schedule.layout
     forward_ticks = sorted({tick for tick, _, _ in _works(schedule, "forward")})

@@ -1,1 +1,1 @@
-"""Times of collective matmuls by site and form."""
+"""Measured times of collective matmuls, and the choice of the fastest form from them."""

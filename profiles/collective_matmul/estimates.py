@@ -1,11 +1,12 @@
-"""Estimates the time of a collective matmul in one of its forms, measured or not, relative to its GEMM's time.
+"""Estimates the time of a collective matmul in a given form, from the time of its GEMM.
 
     gemm = estimator.solo(gemm_key(site))              Estimate(seconds=0.00123, source=<Source.MEASURED>, ...)
     estimate(site, form, times, gemm)                  Estimate(seconds=0.00123, ...): the gather is hidden
 
-Collective matmuls are measured in loops without pauses, at the clock that the GPU's power limit allows. There cuBLAS is
-slower than in a profile, which is measured at full clock. Both tables contain the GEMM. So the estimate takes only the
-ratio of the form's time to the GEMM's, from the first of these that exists:
+Collective matmuls are measured in loops without pauses, at the clock that the GPU's power limit allows. At this clock,
+cuBLAS is slower than in a profile, which is measured at full clock. But the files of both measurements contain the time
+of the GEMM. So only the ratio of the form's time to the GEMM's time is taken from a file of collective matmuls. The
+ratio comes from the first of these sources that exists:
 
 1. The site in this form: measured if the GEMM is.
 2. The site in the same form with other tiles, the fastest of them: interpolated.
@@ -28,7 +29,7 @@ _COLLECTIVES: dict[str, str] = dict(zip(KINDS, ("all-gather", "reduce-scatter", 
 
 
 def gemm_key(site: Site) -> OperatorKey | None:
-    """Key of the whole GEMM on one device by cuBLAS; None for an empty site or a type without a key."""
+    """The key of the site's GEMM on one device by cuBLAS; None if the site is empty or its type has no key."""
     if site.dtype not in _TYPES or min(site.sizes) == 0:
         return None
     kind, width = _TYPES[site.dtype]
@@ -39,7 +40,7 @@ def gemm_key(site: Site) -> OperatorKey | None:
 
 
 def collective_key(site: Site) -> CollectiveKey | None:
-    """Key of the collective alone by NCCL inside a node; None if `gemm_key` is None."""
+    """The key of the site's collective by NCCL inside a node; None if `gemm_key` is None."""
     if gemm_key(site) is None:
         return None
     _, width = _TYPES[site.dtype]
@@ -48,7 +49,15 @@ def collective_key(site: Site) -> CollectiveKey | None:
 
 
 def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Estimate | None:
-    """Seconds of `site` in `form`, alone on its GPUs, if its GEMM takes `gemm`; None without a basis."""
+    """The time of the collective matmul at `site` in `form`, while nothing else runs.
+
+    Args:
+      times: measured times of collective matmuls, or None.
+      gemm: the time of the site's GEMM.
+
+    Returns:
+      The estimate; None if `times` has no suitable site.
+    """
     if times is None:
         return None
     # 1. This site in this form.
@@ -56,7 +65,7 @@ def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Est
         here = times.sites[site]
         source = Source.INTERPOLATED if here.forms[form].source == ALIKE else Source.MEASURED
         return _scaled(gemm, here.forms[form].seconds / here.gemm.seconds, source)
-    # 2. This site with other tiles, or 3. sites around it: `around` returns a measured site itself.
+    # 2. This site with other tiles, or 3. sites around it. For a measured site, `around` returns the site itself.
     ratio = _ratio(form, around(site, times))
     if ratio is not None:
         return _scaled(gemm, ratio, Source.INTERPOLATED)
@@ -66,7 +75,10 @@ def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Est
 
 
 def _ratio(form: Form, known: dict[Site, tuple[SiteTimes, float]]) -> float | None:
-    """Weighted geometric mean of the form's time over the GEMM's; None without sites, or if one lacks the form."""
+    """The ratio of the form's time to the GEMM's time: a weighted geometric mean over the sites in `known`.
+
+    None if there are no sites, or if one of them has no time of the form.
+    """
     logarithm = 0.0
     for times, weight in known.values():
         fastest = times.fastest().get((form.name, form.chunks))

@@ -1,4 +1,4 @@
-"""Collective matmuls as data: where they are (Site), how they can be executed (Form), and which form to choose.
+"""Collective matmuls as data: which product and collective (Site), how they are executed (Form), and the best form.
 
     rows    = global M, leading batch dimensions folded in
     kind                    operands on one device of n            result on one device
@@ -6,22 +6,23 @@
     matmul_reduce_scatter   x [rows, K]        w [K, columns]      [rows / n, columns]    multiply, sum and scatter
     matmul_all_reduce       x [rows, K]        w [K, columns]      [rows, columns]        multiply, sum
 
-A Site and a Form have a `key`: one line of text for JSON files and log lines. `parse` reads it back:
+Sites and forms have a `key`, which is one line of text for JSON files and log lines. `parse` reads a key:
 
     Site("all_gather_matmul", 8192, 4096, 1536, "bfloat16", 4).key
         all_gather_matmul bfloat16 8192x4096x1536 over 4
     Form("hybrid", chunks=4).key                                        hybrid:4
     Form("mosaic", tiles=Tiles(128, 256, 64, 4, "N", 8, 132)).key       mosaic:128x256x64,steps=4,wide=N,group=8,sms=132
 
-`choose` takes a form only if it is known to pay. A measured site decides for itself. For a site between measured ones,
-a form must win at each of the nearest sites that enclose it, in the logarithms of rows, contraction and columns:
+`choose` takes a form other than `monolithic` only if measurements show that it is faster. For a measured site, its own
+times decide. For a site between measured sites, a form must be faster at each of the nearest sites that enclose it. The
+distance between two sites is measured in the logarithms of rows, contraction and columns:
 
     rows      4096      6144      8192       16384      32768
     ring      wins        ?       loses       wins         ?        6144: monolithic, as ring loses at 8192
     mosaic    wins        ?       wins        wins         ?        6144: mosaic; 32768: monolithic, nothing beyond
 
-`Times` hold one kind of hardware and link; `times.py` reads their files. The choice is deterministic and costs one scan
-of the measured sites.
+A `Times` object holds all times for one kind of GPU and one link. `times.py` reads the files. The choice is
+deterministic. It takes one pass over the measured sites.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FORMS = ("monolithic", "ring", "bidirectional_ring", "hybrid", "mosaic")
 
 MARGIN = 0.02
-"""Fraction of the monolithic form's time that another form must save. It must also save more than both spreads."""
+"""A form must save this fraction of the monolithic form's time. It must also save more than the sum of both spreads."""
 
 H200_SMS = 132
-"""Streaming multiprocessors of an H100 SXM or H200; a kernel takes all of them if its tiles give no number."""
+"""Number of streaming multiprocessors of an H100 SXM or H200. Without `Tiles.sms`, a kernel takes all of them."""
 
 REACH = 4.0
-"""A measured site counts as a neighbour if each of its sizes is within this factor."""
+"""A measured site counts as a neighbour if each of its sizes differs by at most this factor."""
 
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
 _TILES_OPTIONS = ("sms", "chunks", "cluster", "lead", "splits")
@@ -70,16 +71,16 @@ def _at_least(least: int, what: str, value: object) -> None:
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """One collective matmul of a program. Together with the link, it decides how long each form takes.
+    """One collective matmul of a program. The site and the link together decide how long each form takes.
 
     Attributes:
       kind: one of KINDS.
-      rows: global M, leading batch dimensions folded in.
-      contraction: K of the GEMM on this device.
-      columns: N of the GEMM on this device, summed over weights that share a gather.
-      dtype: of operands and result, such as "bfloat16".
-      axis_size: devices on the mesh axis of the collective.
-    Sizes may be 0 (an empty batch); such a site is never measured.
+      rows: M of the whole product over all devices, including leading batch dimensions.
+      contraction: K of the GEMM on one device.
+      columns: N of the GEMM on one device, summed over all weights that share a gather.
+      dtype: type of operands and result, such as "bfloat16".
+      axis_size: number of devices on the mesh axis of the collective.
+    Sizes may be 0, for an empty batch. Such a site is never measured.
     """
 
     kind: str
@@ -105,7 +106,7 @@ class Site:
 
     @property
     def family(self) -> tuple[str, str, int]:
-        """What two sites must share so that times of one say something about the other."""
+        """Kind, type and number of devices. Only sites with the same family are compared with each other."""
         return self.kind, self.dtype, self.axis_size
 
     @property
@@ -114,7 +115,7 @@ class Site:
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The site that has this key.
+        """The site whose key is `key`.
 
         Raises:
           DhelixError: the text is no key of a site.
@@ -129,18 +130,20 @@ class Site:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a Mosaic-GPU kernel tiles its GEMM.
+    """How a Mosaic-GPU kernel splits its GEMM into tiles.
 
     Attributes:
-      tile_m, tile_n, tile_k: rows, columns and depth of the tile that one step multiplies, per thread block.
-      steps: depth of the pipeline: operand tiles in flight in shared memory.
+      tile_m, tile_n, tile_k: rows, columns and depth of the tile that a thread block multiplies in one step.
+      steps: depth of the pipeline: the number of operand tiles in flight in shared memory.
       wide: "M" or "N": the dimension along which the two consumer warpgroups split the tile.
-      group: width, in tiles, of the bands in which the grid is traversed, so that neighbours share operands in L2.
-      sms: streaming multiprocessors that the kernel takes; None is H200_SMS.
-      chunks: parts along K for which the kernel waits while it gathers rows; None is the kernel's own choice.
-      cluster: for summed results, blocks with the same columns that share loads of w; None is 1.
-      lead: for summed results, tiles for each other device that come before the own tiles; None is a whole wave.
-      splits: for all-reduced results, blocks that share the contraction of a tile; None is 1.
+      group: blocks work through the result in bands of this many tiles, so that neighbours share operands in L2.
+      sms: number of streaming multiprocessors that the kernel takes; None stands for H200_SMS.
+      chunks: for gathered rows, the number of parts along K for which the kernel waits one by one; None leaves the
+        choice to the kernel.
+      cluster: for summed results, the number of blocks with the same columns that share loads of w; None stands for 1.
+      lead: for summed results, the number of tiles for each other device that a device computes before its own tiles;
+        None stands for one wave.
+      splits: for all-reduced results, the number of blocks that share the contraction of a tile; None stands for 1.
     """
 
     tile_m: int
@@ -173,7 +176,7 @@ class Tiles:
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The tiles that have this key.
+        """The tiles whose key is `key`.
 
         Raises:
           DhelixError: the text is no key of tiles.
@@ -192,8 +195,8 @@ class Form:
 
     Attributes:
       name: one of FORMS.
-      chunks: for "hybrid", the number of pieces that the rows are cut into; 1 for the other forms.
-      tiles: for "mosaic", the kernel's tiles, or None for its default; None for the other forms.
+      chunks: for "hybrid", the number of pieces into which the rows are cut; 1 for the other forms.
+      tiles: for "mosaic", the kernel's tiles, or None for the kernel's default; None for the other forms.
     """
 
     name: str
@@ -218,12 +221,12 @@ class Form:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Sort key: by position in FORMS, then by chunks, then by tiles."""
+        """A sort key: forms are sorted by their position in FORMS, then by chunks, then by key."""
         return FORMS.index(self.name), self.chunks, self.key
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The form that has this key.
+        """The form whose key is `key`.
 
         Raises:
           DhelixError: the text is no key of a form.
@@ -241,12 +244,12 @@ MONOLITHIC = Form("monolithic")
 
 @dataclass(frozen=True)
 class SiteTimes:
-    """The measurements of a site, each alone on the GPUs.
+    """The measured times of a site. Each was measured while nothing else ran on the GPUs.
 
     Attributes:
-      gemm: the whole local GEMM by cuBLAS, with its operands already gathered.
-      collective: the collective by NCCL.
-      forms: the collective matmul in each form that was available.
+      gemm: time of the GEMM on one device by cuBLAS, with operands that are already gathered.
+      collective: time of the collective by NCCL.
+      forms: time of the collective matmul in each form that was available.
     """
 
     gemm: Timing
@@ -255,11 +258,11 @@ class SiteTimes:
 
     @property
     def bound(self) -> float:
-        """Seconds with perfect overlap: the longer of GEMM and collective."""
+        """The time with perfect overlap: the longer time of GEMM and collective, in seconds."""
         return max(self.gemm.seconds, self.collective.seconds)
 
     def fastest(self) -> dict[tuple[str, int], tuple[Form, Timing]]:
-        """For each name and number of chunks: the form with the fastest tiles, and its time."""
+        """The form with the fastest tiles and its time, for each name and number of chunks."""
         found: dict[tuple[str, int], tuple[Form, Timing]] = {}
         for form in sorted(self.forms, key=lambda form: form.order):
             known = found.get((form.name, form.chunks))
@@ -268,10 +271,10 @@ class SiteTimes:
         return found
 
     def merged(self, later: SiteTimes) -> SiteTimes:
-        """`later`, plus the forms that only the earlier run has.
+        """The times in `later`, and the times of forms that only `self` has.
 
-        These are scaled by the ratio of the monolithic form's times, because the machines may differ. They are dropped
-        if either run lacks that time.
+        The times from `self` are multiplied by the ratio of the monolithic form's times, because the machines may
+        differ. These times are left out if `self` or `later` has no time of the monolithic form.
         """
         if MONOLITHIC not in self.forms or MONOLITHIC not in later.forms:
             return later
@@ -285,10 +288,10 @@ class SiteTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Sites measured on one kind of hardware, over one link, under one launch setting (as in `profile.Profile`).
+    """All times of collective matmuls for one kind of GPU, one link and one launch setting (see `profile.Profile`).
 
     Attributes:
-      measured_on: oldest first; several after `merged`.
+      measured_on: machine and software of the measurements, oldest first. Merged times have several entries.
     """
 
     hardware: str
@@ -299,7 +302,7 @@ class Times:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits of the contents; equal times have equal digests on every host."""
+        """A hash of the contents, 32 hex digits. Equal times have equal hashes on every host."""
         sites = [
             (site.key, times.gemm, times.collective, sorted((form.key, repr(t)) for form, t in times.forms.items()))
             for site, times in sorted(self.sites.items(), key=lambda item: item[0].key)
@@ -308,7 +311,7 @@ class Times:
         return hashlib.blake2b(repr(whole).encode(), digest_size=16).hexdigest()
 
     def merged(self, later: Times) -> Times:
-        """Both; sites that both have are merged by `SiteTimes.merged`."""
+        """The sites of both objects. A site that is in both is merged by `SiteTimes.merged`."""
         measured_on = tuple(dict.fromkeys((*self.measured_on, *later.measured_on)))
         both = {s: self.sites[s].merged(times) for s, times in later.sites.items() if s in self.sites}
         return replace(self, measured_on=measured_on, sites={**self.sites, **later.sites, **both})
@@ -318,12 +321,12 @@ def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = l
     """The form in which to execute the collective matmul at `site`.
 
     Args:
-      times: of the hardware and link here; None if nothing was measured on them.
-      possible: whether a form is available here; other forms are skipped.
+      times: times for the GPU and the link of this program; None if nothing was measured with them.
+      possible: says whether a form can be used; other forms are not chosen.
 
     Returns:
-      The fastest possible form that saves more than MARGIN and the noise, or MONOLITHIC if none is known to. For an
-      unmeasured site, its tiles are the best ones of the nearest site.
+      The fastest possible form that saves more than MARGIN and the noise. MONOLITHIC if no form is known to do so. For
+      an unmeasured site, the tiles of the form are the fastest tiles of the nearest measured site.
     """
     deciding = {} if times is None else around(site, times)
     if not deciding:
@@ -341,7 +344,7 @@ def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = l
 
 
 def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
-    """The forms that beat the monolithic one here, each with the logarithm of its speed-up."""
+    """The forms that are faster than the monolithic form at a site, each with the logarithm of its speed-up."""
     fastest = times.fastest()
     if (MONOLITHIC.name, MONOLITHIC.chunks) not in fastest:
         return {}
@@ -354,11 +357,11 @@ def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
 
 
 def around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
-    """The measured sites that decide for `site`, nearest first, with weights that sum to 1.
+    """The measured sites whose times decide for `site`, nearest first, with their times and weights.
 
     Returns:
-      The site itself if it was measured. Otherwise the fewest nearest sites that enclose it in each size; empty if it
-      lies outside of all measured sites.
+      The site itself if it was measured. Otherwise, as few of the nearest sites as are needed to enclose it in each
+      size. Empty if the measured sites do not enclose it. The weights add up to 1.
     """
     if site in times.sites:
         return {site: (times.sites[site], 1.0)}
@@ -373,7 +376,7 @@ def around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
 
 
 def related(site: Site, times: Times) -> list[Site]:
-    """Measured sites of the same family within REACH in each size, nearest first."""
+    """The measured sites of the same family whose sizes each differ by at most the factor REACH, nearest first."""
     if min(site.sizes) == 0:
         return []
     steps = {o: _steps(site, o) for o in times.sites if o.family == site.family and min(o.sizes) > 0}
@@ -382,7 +385,7 @@ def related(site: Site, times: Times) -> list[Site]:
 
 
 def _steps(site: Site, other: Site) -> tuple[float, ...]:
-    """From `site` to `other`, as logarithms of the size ratios."""
+    """The vector from `site` to `other`: the logarithm of the ratio of each size."""
     return tuple(math.log(there / here) for here, there in zip(site.sizes, other.sizes, strict=True))
 
 

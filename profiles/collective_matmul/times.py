@@ -3,8 +3,8 @@
     times = find("H200", "nvlink")                     # shipped, then overridden by the user's own file
     form = choose(site, times)                         # `sites.choose`
 
-One fact per line. Times are [median, distance of the quartiles, samples] in microseconds, with five digits (spreads:
-three):
+A file has one fact per line. A time is a list [median, spread, number of samples]. Median and spread are in
+microseconds, with five and three digits. The spread is the distance between the quartiles:
 
     {
     "schema": 1,
@@ -25,9 +25,9 @@ three):
     }
     }
 
-Equal times give equal text. Files are untrusted: every field is checked on reading, as in profiles. A file is read on
-demand, and again only when it changes. `benchmarks/collective_matmul/run.py` measures;
-`benchmarks/collective_matmul/tables.py --ship` writes the files.
+Equal times give equal text. Files may come from strangers, so every field is checked when a file is read, as in
+profiles. A file is read when it is needed, and again only after it has changed. `benchmarks/collective_matmul/run.py`
+measures the times, and `benchmarks/collective_matmul/tables.py --ship` writes the files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from dhelix.profiles.profile import ALIKE, Timing
 
 SCHEMA = 1
 FOLDER = "collective_matmul"
-"""Folder of these files, inside the folders that hold profiles."""
+"""The name of the folder with these files. It is inside the folders that hold profiles."""
 
 _SHIPPED = storage.SHIPPED / FOLDER
 _FILE = Kind("file of collective matmuls' times", "measure again")
@@ -91,13 +91,13 @@ class _File(Struct):
 
 
 def find(hardware: str, link: str) -> Times | None:
-    """Everything known about collective matmuls on this hardware over this link, or None.
+    """All known times of collective matmuls for this hardware and link, or None if there are none.
 
-    The user's own file (next to `storage.users_file`) overrides the shipped file. Both override the times of a similar
-    GPU with equally fast products and links (`alike`).
+    Times in the user's own file (next to `storage.users_file`) override times in the shipped file. Both override the
+    times of a similar GPU, whose products and links are as fast (`Hardware.like`).
 
     Raises:
-      ProfileFileError: a file cannot be read, or its hardware or link differs from its name.
+      ProfileFileError: a file cannot be read, or the hardware or link in it differs from the file's name.
     """
     name = storage.file_name(hardware, link)
     like = describe(hardware, link).like
@@ -127,10 +127,10 @@ def _as_on(times: Times | None, hardware: str) -> Times | None:
 
 
 def load(path: Path) -> Times:
-    """The times in a file; read again only when the file has changed.
+    """The times in a file. The file is read again only if it has changed.
 
     Raises:
-      ProfileFileError: the file cannot be read, or is unsound.
+      ProfileFileError: the file cannot be read, or its contents are not valid.
     """
     try:
         status = path.stat()
@@ -147,7 +147,7 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> Times:
 
 
 def save(times: Times, path: Path) -> None:
-    """Writes a file as a whole or not at all.
+    """Writes times to a file, either completely or not at all.
 
     Raises:
       ProfileFileError: `loads` would reject the times.
@@ -164,10 +164,10 @@ def save(times: Times, path: Path) -> None:
 
 
 def dumps(times: Times) -> str:
-    """The text of a file.
+    """The text of a file with these times.
 
     Raises:
-      ProfileFileError: `loads` would reject the times, for example because of NaN.
+      ProfileFileError: `loads` would reject the text, for example because a time is NaN.
     """
     sites = (f"{json_text(site.key)}: {_site_text(times.sites[site])}" for site in sorted(times.sites))
     text = codec.document(
@@ -200,10 +200,13 @@ def _timing_text(timing: Timing) -> str:
 
 
 def loads(text: str, origin: str) -> Times:
-    """The times in the text of a file. Errors call the text `origin`.
+    """The times in the text of a file.
+
+    Args:
+      origin: name of the text in error messages.
 
     Raises:
-      ProfileFileError: the text is unsound.
+      ProfileFileError: the text is not valid.
     """
     file = codec.decode(text, _File, origin, SCHEMA, _FILE)
     measured_on = tuple(map(provenance, file.measured_on))
@@ -212,7 +215,7 @@ def loads(text: str, origin: str) -> Times:
 
 
 def _parsed[T: (Site, Form)](kind: type[T], key: str, origin: str) -> T:
-    """The object with this key. The key must be written as dhelix writes it, so that no two keys mean the same."""
+    """The Site or Form whose key is `key`. The key must be spelled as dhelix spells it, so that keys are unique."""
     codec.names({key: None}, "sites", origin, _FILE)
     try:
         found = kind.parse(key)
@@ -233,13 +236,14 @@ def _timing(row: _Timing) -> Timing:
 
 
 def share_table(times: Times, names: Mapping[Site, str]) -> list[tuple[str, ...]]:
-    """Rows of a table for people, header first: times of both sides, overlap of each form, and the choice of `choose`.
+    """The rows of a table for people. The first row is the header.
 
-    A form's value is max(T_gemm, T_collective) / T_form: 1.0 if the shorter side is hidden completely. For hybrids and
-    Mosaic kernels it is the fastest variant's. It is empty if the form was not measured.
+    A row has the times of GEMM and collective, a number for each form, and the form that `choose` takes. The number is
+    max(T_gemm, T_collective) / T_form, which is 1.0 if the shorter side is hidden completely. For hybrids and Mosaic
+    kernels, it is the number of the fastest variant. It is empty if the form was not measured.
 
     Args:
-      names: the sites of the table in order, and their labels.
+      names: the sites of the table in order, with their labels.
     """
     head = ("layer", "M", "K", "N", "n", "GEMM µs", "collective µs", *(name.replace("_", " ") for name in FORMS))
     rows: list[tuple[str, ...]] = [(*head, "chosen", "over monolithic")]

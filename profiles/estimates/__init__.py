@@ -1,1 +1,1 @@
-"""Times of what was not measured: from relatives, the roofline or a similar GPU; and times of pairs."""
+"""Estimates of times that were not measured, from similar operators, a similar GPU or the roofline."""

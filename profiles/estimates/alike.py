@@ -1,13 +1,13 @@
-"""Transfers a profile to a GPU that is similar to the one it was measured on.
+"""Converts the profile of a GPU into a profile of a similar GPU.
 
     as_on(profile_of_h200, "H100")           # a Profile of H100; all its times are marked ALIKE
 
 An H100 (SXM) and an H200 have the same cores, clock, power and links. They differ only in memory (`Hardware.like`).
-Each time is scaled by the ratio of both GPUs' rooflines. Compute-bound products and attention, and collectives, stay
-the same. Memory-bound operators scale with memory bandwidth. docs/research_log.md compares such times with measured
-ones. Pairs keep their rates (`contention`).
+Each time is multiplied by the ratio of the roofline's times for both GPUs. So times of collectives and of compute-bound
+operators do not change, and times of memory-bound operators change with the memory bandwidth. Pairs keep their rates
+(`contention`). docs/research_log.md compares the resulting times with measured times.
 
-The user of a similar GPU gets plans before anything is profiled there, under every launch setting.
+With such a profile, users of the similar GPU can make plans under every launch setting before they profile anything.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
 
 def as_on(profile: Profile, hardware: str) -> Profile:
-    """`profile` with the times that the GPU called `hardware` would have over the same link."""
+    """The profile that the GPU called `hardware` would have with the link of `profile`."""
     here, there = describe(hardware, profile.link), describe(profile.hardware, profile.link)
 
-    @functools.cache  # a key is part of many pairs
+    @functools.cache  # because a key is part of many pairs
     def ratio(key: Key) -> float:
         return roofline_seconds(key, here) / roofline_seconds(key, there)
 
@@ -48,9 +48,9 @@ def as_on(profile: Profile, hardware: str) -> Profile:
 
 
 def stand_in(own: Profile, other: Profile) -> Profile:
-    """The profile `own`, with gaps filled from `other`, a profile of a similar GPU after `as_on`.
+    """The profile `own`. Its gaps are filled with times from `other`, the profile of a similar GPU after `as_on`.
 
-    An operator that `own` has under any setting replaces the other's times under all settings.
+    If `own` has a time of an operator under any setting, no times of this operator are taken from `other`.
     """
     known = {key for one in own.sections.values() for key in one.operators} | own.elsewhere.keys()
     sections = {
@@ -62,7 +62,10 @@ def stand_in(own: Profile, other: Profile) -> Profile:
 
 
 def told(profile: Profile, settings: Iterable[str]) -> str | None:
-    """A notice for users if no pair under these launch settings was measured on this GPU; else None."""
+    """A notice for users that times come from a similar GPU.
+
+    None if pairs were measured on this GPU under each of the launch settings, or if no times come from another GPU.
+    """
     pairs = [profile.section(setting).pairs.values() for setting in settings]
     if not profile.alike or all(any(timing.source != ALIKE for timing in of_setting) for of_setting in pairs):
         return None

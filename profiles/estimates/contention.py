@@ -1,27 +1,29 @@
 """The pair model: how two operators slow each other down when they run at once.
 
-While both run, each proceeds at its own rate; 1 is undisturbed. Then the rest of the longer one runs alone. For a GEMM
-of 400 us (rate 0.8) and an all-gather of 300 us (rate 0.3):
+While both operators run, each proceeds at its own rate, where 1 is its speed alone. When one has ended, the rest of the
+other runs alone. For a GEMM of 400 us (rate 0.8) and an all-gather of 300 us (rate 0.3):
 
     GEMM        ########## 500 us                first  = 400 / 0.8                          = 500
     all-gather  ###.....###### 650 us            second = 500 + (300 - 0.3 * 500)            = 650
 
-`measured_rates` does the reverse: it turns a measured pair into its rates. If the second operator hardly starts before
-the first one ends, its rate is near 0: the pair is serialised. This happens to a collective that a GEMM starves.
+`measured_rates` does the reverse: it computes the rates from a measured pair. If the second operator hardly proceeds
+before the first one ends, its rate is near 0, and the pair runs in turn. This happens to a collective if a GEMM leaves
+it no SMs.
 
-Rates of an unmeasured pair come from similar measured pairs. Each measured pair stores, for every combination of rates
-on a grid, the error of its two predicted ends. A query averages the combinations with the least error over the measured
-pairs, weighted by similarity. This is a local fit of the two-phase timeline above. It has three properties:
+Rates of an unmeasured pair come from similar measured pairs. For each measured pair and each combination of rates on a
+grid, the model stores the error: how far the two predicted ends are from the measured ends. A query computes the mean
+error of each combination over the measured pairs, weighted by their similarity to the queried pair. The result is the
+average of the combinations with the least mean error. This method has three properties:
 
-- A pair has little influence on a rate that it hardly determines because its other side was over soon.
+- A pair has little influence on the rate of its longer side if the shorter side ended soon.
 - Errors are absolute, not squared, so outliers have little influence.
-- With equal weights, the result would be the best constant slow-down.
+- If all pairs had equal weights, the result would be the constant pair of rates that fits best.
 
-Similarity is a distance over what decides who gets the SMs and the memory (`_kind`, `_features`). It is known for
-unmeasured shapes too. The kind includes the library, because cuBLAS's GEMMs starve a collective and Triton's of the
-same shape share the SMs. The features are length, use of memory and waves of tiles. Only pairs with the same roles
-count: which side is a collective, and which was launched first. `benchmarks/prediction/` tests the model on left-out
-shapes.
+Pairs are similar if they have equal kinds and similar features (`_kind`, `_features`). Both decide which side gets the
+SMs and the memory, and both are known for unmeasured shapes, too. The kind includes the library: GEMMs of cuBLAS leave
+a collective no SMs, but GEMMs of Triton with the same shape share the SMs. The features are length, use of memory and
+waves of tiles. Only pairs with the same roles are compared. The roles say which sides are collectives, and which side
+is launched first. `benchmarks/prediction/` tests the model on shapes that are left out of the fit.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import PairTiming, Section
 
-# Lower bound of all rates: a rate of 0 would make times infinite.
+# Lower bound of all rates. A rate of 0 would make times infinite.
 MIN_RATE = 0.01
 _STEPS = (
     MIN_RATE,
@@ -65,16 +67,16 @@ _STEPS = (
 # Every combination of a rate of the first side and a rate of the second side. [2, combinations]
 RATES = np.stack(np.meshgrid(_STEPS, _STEPS, indexing="ij")).reshape(2, -1)
 
-# Rates count as interpolated if a pair of the same kinds was measured within this distance (a factor of 4 in length).
-# Chosen by the errors of left-out pairs on four H200s, which about double beyond it.
+# Rates count as interpolated if a pair of the same kinds was measured within this distance. The distance corresponds to
+# a factor of 4 in length. Beyond this distance, errors for left-out pairs on four H200s are about twice as large.
 NEAR = 1.0
-# Combinations of rates are averaged if their error exceeds the least error by about this or less.
+# The result is the average of the combinations of rates whose error exceeds the least error by at most about this.
 _TOLERANCE = 0.01
-# Weight of the error of the end that comes first. The end of the pair counts more, because the side that is done first
-# may change between repetitions.
+# Weight of the error in the earlier end. The end of the whole pair has weight 1. The earlier end has less weight,
+# because in repetitions of a measurement the other side may end first.
 _FIRST_END = 0.5
-# Pairs closer than this to a query count about equally. Predictions of left-out pairs are insensitive to the value.
-# Two computations fill the GPU and run in turn, so more of these pairs can be averaged.
+# Pairs closer than this to a query have about equal weight. Predictions for left-out pairs hardly depend on this value.
+# The second value is for pairs of two computations. Two computations run in turn, so more pairs can be averaged.
 _WIDTH = 0.7
 _WIDTH_OF_COMPUTATIONS = 2.0
 # Number of nearest pairs that a query uses.
@@ -89,17 +91,22 @@ def ends(
     rate_first: float | np.ndarray,
     rate_second: float | np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from the common start until each side is done, from the times alone and the rates (above 0)."""
+    """The time at which each side ends, in seconds after the common start.
+
+    Args:
+      first, second: times alone in seconds.
+      rate_first, rate_second: rates while both run, above 0.
+    """
     both = np.minimum(first / rate_first, second / rate_second)
     return both + (first - rate_first * both), both + (second - rate_second * both)
 
 
 def measured_rates(timing: PairTiming) -> tuple[float, float]:
-    """The rates that explain a measured pair, cut to [MIN_RATE, 1].
+    """The rates of both sides in a measured pair, limited to [MIN_RATE, 1].
 
-    Suppose the first side ends first, at time a. It did its T_1 in a, so r_1 = T_1 / a. The second side ends at b. It
-    ran alone for b - a at rate 1, so it did T_2 - (b - a) while both ran: r_2 = (T_2 - (b - a)) / a. This is below 0 if
-    the second side had not started at a.
+    T_1 and T_2 are the times alone. Suppose that the first side ends first, at time a. Then its rate is r_1 = T_1 / a.
+    The second side ends at time b and runs alone, at rate 1, from a to b. So it proceeds by T_2 - (b - a) while both
+    run, and its rate is r_2 = (T_2 - (b - a)) / a. This value is below 0 if the second side starts after a.
     """
     both = max(min(timing.first, timing.second), 1e-12)
     return (
@@ -109,10 +116,11 @@ def measured_rates(timing: PairTiming) -> tuple[float, float]:
 
 
 def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, float]:
-    """Rates of a pair that has no measured relatives.
+    """The rates of a pair if no pair with the same roles was measured.
 
-    Computation and communication: the hardware's rates. Two computations, or two collectives over one kind of link, run
-    in turn. A collective inside a node and one between nodes do not disturb each other.
+    A computation and a collective have the rates of the hardware. Two computations run in turn, and so do two
+    collectives over the same kind of link. A collective inside a node and a collective between nodes do not slow each
+    other down.
     """
     if isinstance(first, CollectiveKey) and isinstance(second, CollectiveKey):
         return (1.0, 1.0) if (first.nodes > 1) != (second.nodes > 1) else (1.0, MIN_RATE)
@@ -126,7 +134,7 @@ def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, f
 
 @dataclass(frozen=True, eq=False)
 class _Query:
-    """Kinds and features of both sides of a pair; they decide its rates."""
+    """What decides the rates of a pair: the kinds and the features of both sides."""
 
     kinds: tuple[str, str]
     features: np.ndarray
@@ -139,13 +147,13 @@ class _Query:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """Measured pairs with the same roles.
+    """All measured pairs with the same roles.
 
     Attributes:
       kinds: `_kind` of each side. [pairs, 2]
       features: `_features` of both sides. [pairs, features]
-      losses: error of every combination of rates in `RATES`, relative to the times alone. [pairs, combinations]
-      width: distance at which pairs begin to count less.
+      losses: `_losses` of each pair. [pairs, combinations]
+      width: pairs closer than this to a query have about equal weight.
     """
 
     kinds: np.ndarray
@@ -162,7 +170,10 @@ class _Class:
         return bool((same_kinds & (self.distances(pair) <= NEAR)).any())
 
     def rates(self, pair: _Query) -> tuple[float, float]:
-        """The mean of the combinations whose error is close to the least. Rounded, so equal on every host."""
+        """The average of the combinations of rates whose error is close to the least error.
+
+        The result is rounded, so that it is equal on every host.
+        """
         distances = self.distances(pair)
         nearest = np.argsort(distances, kind="stable")[:_NEIGHBOURS]
         weights = (1.0 + (distances[nearest] / self.width) ** 2) ** -3
@@ -174,14 +185,14 @@ class _Class:
 
 @dataclass(frozen=True, eq=False)
 class ContentionModel:
-    """Rates of pairs, fitted to the measured pairs of one section. Deterministic; rates lie in [MIN_RATE, 1]."""
+    """Predicts rates of pairs from the measured pairs of one section. Rates lie in [MIN_RATE, 1]."""
 
     hardware: Hardware
     classes: Mapping[tuple[bool, bool], _Class]
 
     @classmethod
     def fit(cls, section: Section, hardware: Hardware) -> ContentionModel:
-        """From all pairs of `section`, each with its sides' times alone in the same measurement."""
+        """The model for the measured pairs of `section`. The times alone are those in the pairs' own measurements."""
         pairs: dict[tuple[bool, bool], list[tuple[_Query, np.ndarray]]] = defaultdict(list)
         for key, timing in sorted(section.pairs.items(), key=lambda item: str(item[0])):
             if min(timing.first_alone, timing.second_alone) > 0.0:
@@ -196,10 +207,10 @@ class ContentionModel:
         return cls(hardware, classes)
 
     def rates(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> tuple[float, float]:
-        """How fast each side proceeds while both run.
+        """The rates of both sides while both run.
 
         Args:
-          first, second: `first` is launched first.
+          first, second: keys of the sides; `first` is launched first.
           first_seconds, second_seconds: times alone.
         """
         found = self.classes.get(_roles(first, second))
@@ -208,16 +219,16 @@ class ContentionModel:
         return found.rates(_Query.of(first, first_seconds, second, second_seconds, self.hardware))
 
     def pair(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> Ends:
-        """Seconds of the pair, and of each side until it is done."""
+        """Time of the pair, and time from its start to the end of each side, in seconds."""
         rates = self.rates(first, first_seconds, second, second_seconds)
         return pair_seconds(first_seconds, second_seconds, rates)
 
     def knows(self, first: Key, second: Key) -> bool:
-        """Whether any pair with these roles was measured."""
+        """Whether any pair with the same roles was measured."""
         return _roles(first, second) in self.classes
 
     def near(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> bool:
-        """Whether a pair of the same kinds and similar sizes was measured, so that its rates are no guess."""
+        """Whether a pair of the same kinds and similar sizes was measured. Otherwise the rates are a guess."""
         found = self.classes.get(_roles(first, second))
         if found is None or min(first_seconds, second_seconds) <= 0.0:
             return False
@@ -225,7 +236,7 @@ class ContentionModel:
 
 
 def pair_seconds(first: float, second: float, rates: tuple[float, float]) -> Ends:
-    """Seconds of the pair, and of each side until it is done, from times alone and rates."""
+    """Time of the pair, and time from its start to the end of each side, from the times alone and the rates."""
     if min(first, second) <= 0.0:
         return max(first, second), first, second
     first_end, second_end = ends(first, second, *rates)
@@ -237,9 +248,10 @@ def _cut(rate: float) -> float:
 
 
 def _losses(timing: PairTiming) -> np.ndarray:
-    """Error that each combination of rates makes in the pair's end and in the earlier side's end. [combinations]
+    """The error of each combination of `RATES` for a measured pair. [combinations]
 
-    Relative to the geometric mean of the times alone, so that neither side alone sets the scale.
+    The error is a weighted sum of the errors in the end of the pair and in the end of the side that ends first. It is
+    relative to the geometric mean of the times alone, so that both sides set the scale.
     """
     first_end, second_end = ends(timing.first_alone, timing.second_alone, *RATES)
     last = np.abs(np.maximum(first_end, second_end) - timing.seconds)
@@ -251,14 +263,17 @@ def _roles(first: Key, second: Key) -> tuple[bool, bool]:
     return isinstance(first, CollectiveKey), isinstance(second, CollectiveKey)
 
 
-# Distance between different kinds, such as all-gather and reduce-scatter, in the units of `_features`.
+# The distance between two kinds, such as all-gather and reduce-scatter, in the units of `_features`.
 _OTHER_KIND = 1.5
 _MEMORY_BOUND = ("fusion", "copy", "other")
 _LIBRARY = re.compile(":(cublas|cudnn|triton)")
 
 
 def _kind(key: Key) -> str:
-    """Groups operators that hold SMs alike: products and attention by library, all memory-bound operators as one."""
+    """The kind of a key. Operators of the same kind hold SMs in the same way.
+
+    Products and attention of different libraries are different kinds. All memory-bound operators are one kind.
+    """
     if isinstance(key, CollectiveKey):
         return f"{key.kind} {key.implementation}"
     if key.kind in _MEMORY_BOUND:
@@ -268,10 +283,10 @@ def _kind(key: Key) -> str:
 
 
 def _features(key: Key, seconds: float, hardware: Hardware) -> tuple[float, ...]:
-    """What decides how one side disturbs and is disturbed, scaled so that 1 is a notable difference.
+    """The numbers that decide how much one side of a pair slows the other down. A difference of 1 is notable.
 
-    For all: length. For an operator: its share of the memory bandwidth, and its tiles, which decide how many waves of
-    blocks hold the SMs. For a collective: its mesh.
+    The first feature is the length of the side. An operator also has its share of the memory bandwidth and its number
+    of tiles, which decides how many waves of blocks hold the SMs. A collective also has its mesh.
     """
     length = math.log2(seconds) / 2
     if isinstance(key, CollectiveKey):
@@ -280,7 +295,7 @@ def _features(key: Key, seconds: float, hardware: Hardware) -> tuple[float, ...]
 
 
 def _tiles(key: OperatorKey) -> int:
-    """Number of 128 x 256 output tiles of a product, including its batch; 1 for other operators."""
+    """Number of 128 x 256 tiles in the output of a product, batch included; 1 for other operators."""
     if key.kind not in ("gemm", "grouped-gemm") or len(key.sizes) < 3:
         return 1
     m, n, _, *batch = key.sizes

@@ -1,26 +1,29 @@
-"""Estimates the cost of any operator, collective or pair, and says how far to trust the answer.
+"""Estimates the time of any operator, collective or pair, and says whether the time was measured or guessed.
 
     estimator = Estimator(profile, hardware.H200, "default")
     estimator.operator(key)                  Estimate(seconds=0.00041, source=<Source.MEASURED>, spread=4e-06)
     estimator.pair(gemm, all_gather)         PairEstimate(seconds=..., first=..., second=..., source=...)
     estimator.coverage([(gemm, 64), (all_gather, 64)])     {MEASURED: 0.9, INTERPOLATED: 0.1, GUESS: 0.0} of the time
 
-The time of a key alone comes from the first of these that has it:
+The time of a key alone comes from the first of these sources that has a time:
 
 1. The section of the launch setting: measured, or interpolated if it stems from a similar GPU (`alike`).
 2. The other sections, and for operators the other links: interpolated. Times alone hardly depend on settings.
 3. Near relatives in this section, else in all sections (`interpolation`): interpolated.
 4. Farther relatives, which calibrate the roofline, else the plain roofline: a guess.
 
-A pair is measured in the section, or follows from the times alone and from the rates of similar pairs (`contention`).
-The section's own pairs are used if any has the same roles. Otherwise pairs of all settings give a guess, because
+The time of a pair is measured in the section, or it follows from the times alone and from the rates of similar pairs
+(`contention`). Rates come from the section's own pairs if one of them has the same roles: which sides are collectives,
+and which side is launched first. Otherwise they come from the pairs of all settings. Such rates are a guess, because
 settings change which kernel starts first.
-The rates of a measured pair are computed from its sides' times alone in the same measurement. These may differ from
-`solo`, whose times reflect the data and clocks of a whole step.
 
-Pairs start together. `Estimator.running` covers an operator that starts while a collective is already running: it
-uses pairs of a setting in which kernels start in launch order.
-Without a profile everything is a guess. All times are seconds. Answers are cached.
+The rates of a measured pair are computed from the times alone in the measurement of the pair. These times may differ
+from the times of `solo`, which reflect the data and clocks of a whole step.
+
+The sides of a pair start together. `Estimator.running` is for an operator that starts while a collective is already
+running. It uses pairs of a setting in which kernels start in launch order.
+
+Without a profile, every time is a guess. All times are in seconds. Results are cached.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ from dhelix.profiles.hardware import ALL, Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
-# Setting under which kernels may start out of launch order -> the similar setting that keeps the order.
-# `copy-engine` is not listed: in measured steps its all-gathers wait for cuBLAS GEMMs in either launch order.
+# Setting in which kernels may start out of launch order -> similar setting in which they start in launch order.
+# `copy-engine` is not in the table: in measured steps, its all-gathers wait for cuBLAS GEMMs in both launch orders.
 _ONE_CONNECTION = {"default": "connections1", "command-buffers": "connections1", "user-buffers": "connections1"}
 
 
 class Source(enum.Enum):
-    """Origin of a number, best first."""
+    """Where a time comes from. The most reliable source comes first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -56,7 +59,11 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds alone. `spread` is about the distance of the quartiles; for a guess it equals `seconds`."""
+    """The time of an operator or collective alone.
+
+    Attributes:
+      spread: about the distance between the quartiles, in seconds; equal to `seconds` if the time is a guess.
+    """
 
     seconds: float
     source: Source
@@ -65,7 +72,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
-    """Seconds of two at once, and of each side from the start of the pair until that side is done."""
+    """The time of a pair, in seconds.
+
+    Attributes:
+      seconds: time from the start of the pair to the end of both sides.
+      first, second: time from the start of the pair to the end of each side.
+    """
 
     seconds: float
     first: float
@@ -74,7 +86,7 @@ class PairEstimate:
 
 
 def hardware_of(profile: Profile) -> Hardware:
-    """The description of a profile's hardware and link, such as `H200-no-p2p`.
+    """The description of the GPU and the link that a profile was measured on, such as `H200-no-p2p`.
 
     Raises:
       DhelixError: the hardware is not described.
@@ -86,7 +98,7 @@ def hardware_of(profile: Profile) -> Hardware:
 
 
 class Estimator:
-    """Estimates for one launch setting of a profile."""
+    """Estimates times under one launch setting, from a profile and the description of the hardware."""
 
     def __init__(self, profile: Profile | None, hardware: Hardware, setting: str = "default") -> None:
         self.hardware, self.profile = hardware, profile
@@ -102,25 +114,26 @@ class Estimator:
         return self.solo(key)
 
     def solo(self, key: Key) -> Estimate:
-        """`key` when nothing else runs."""
+        """The time of `key` while nothing else runs."""
         known = self._solo.get(key)
         if known is None:
             known = self._solo[key] = self._find_solo(key)
         return known
 
     def pair(self, first: Key, second: Key) -> PairEstimate:
-        """Both at once, independent of each other; `first` is launched first."""
+        """The time of two independent operators that start together. `first` is launched first."""
         return self._pair(first, second)[0]
 
     def rates(self, first: Key, second: Key) -> tuple[float, float]:
-        """How fast each side of the pair proceeds while both run: above 0; 1 is undisturbed."""
+        """The rates of both sides while both run. A rate is above 0, and 1 is the speed alone."""
         return self._pair(first, second)[1]
 
     @cached_property
     def running(self) -> Estimator | None:
-        """The estimator for an operator that starts while a collective's kernel already holds its SMs.
+        """The estimator for an operator that starts while the kernel of a collective already holds its SMs.
 
-        Query it for pairs whose first side is the collective. None if its setting was not measured.
+        It is for pairs whose first side is the collective. If kernels may start out of launch order under this setting,
+        it uses the times of a similar setting that keeps the order. None if that setting was not measured.
         """
         setting = _ONE_CONNECTION.get(self.section.setting, self.section.setting)
         if setting == self.section.setting:
@@ -130,13 +143,13 @@ class Estimator:
         return Estimator(self.profile, self.hardware, setting)
 
     def coverage(self, used: Iterable[tuple[Key | PairKey, float]]) -> dict[Source, float]:
-        """Fraction of the time by source.
+        """The fraction of the time that comes from each source.
 
         Args:
-          used: the keys of a plan, and how often each runs.
+          used: the keys of a plan, each with its number of executions.
 
         Returns:
-          A fraction for every source. They add up to 1, or all are 0 if nothing takes time.
+          A fraction for every source. The fractions add up to 1. If nothing takes time, all are 0.
         """
         seconds = dict.fromkeys(Source, 0.0)
         for key, count in used:
@@ -146,7 +159,10 @@ class Estimator:
         return {source: part / total if total else 0.0 for source, part in seconds.items()}
 
     def assumes(self, key: CollectiveKey) -> bool:
-        """Whether no measurement covers such links, so that the time follows from the hardware's constants alone."""
+        """Whether the time of `key` follows from the hardware description alone.
+
+        This is the case if no collective over the same kind of link (inside a node, or between nodes) was measured.
+        """
         return self.solo(key).source is Source.GUESS and not any(
             relatives.at(key) for relatives in (self._relatives, self._relatives_everywhere)
         )
@@ -210,7 +226,7 @@ def _known(source: Source, timing: Timing | PairTiming) -> Source:
 
 
 class _Relatives:
-    """Interpolation for operators and collectives from one section."""
+    """Interpolates times of operators and collectives from the measured times of one section."""
 
     def __init__(self, section: Section, hardware: Hardware) -> None:
         self._operators = OperatorFamilies(section.operators, hardware)
@@ -221,7 +237,11 @@ class _Relatives:
 
 
 def _all_sections(profile: Profile | None, own: Section) -> Section:
-    """All sections merged into one. If several have a time, `own` wins, then `default`, then the last by name."""
+    """All sections merged into one.
+
+    If several sections have a time, the time in `own` is taken. If `own` has none, the time in the section `default` is
+    taken, or else the time in the section whose name comes last.
+    """
     sections = profile.sections if profile else {}
     names = sorted(sections, key=lambda name: (name == own.setting, name == "default", name))
     return reduce(Section.merged, [sections[name] for name in names], Section(own.setting))

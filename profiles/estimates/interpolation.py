@@ -1,16 +1,18 @@
-"""Times alone of what was not measured, from measured relatives and the roofline.
+"""Estimates times of operators and collectives alone, from measured relatives: keys that differ only in some parts.
 
 Collectives follow AMSP section IV-A. A collective takes t(op, v, p0 x p1) = v / w(op, v, p0 x p1). The effective
-bandwidth w is measured on a grid of sizes v. Between the sizes, times are interpolated linearly on log-log axes.
-Outside the grid they follow the roofline's proportions: latency below, constant bandwidth above.
+bandwidth w is measured on a grid of sizes v. Between these sizes, times are interpolated linearly on log-log axes.
+Outside the grid, times are proportional to the roofline's times: latency below the grid, constant bandwidth above it.
 
     64 MiB 250 us, 256 MiB 950 us measured   ->   128 MiB is 487 us; 512 MiB is near 1900 us
 
-Operators of one family (`OperatorKey.family`: same types, layouts, library) differ only in size. The estimate is the
-roofline's time multiplied by a slowness, which is measured time over roofline time. The slowness is averaged over the
-nearest measured members, weighted by inverse squared distance. So it never leaves the range of those members.
+Operators of one family (`OperatorKey.family`: same types, layouts, library) differ only in size. The *slowness* of a
+measured operator is its measured time, divided by the time that the roofline predicts. The estimate is the roofline's
+time, multiplied by the average slowness of the nearest measured members of the family. Weights are the inverse squared
+distances. So the slowness of an estimate lies between the least and the greatest slowness of these members.
 
-Without a near relative, farther ones still calibrate the roofline. Then `near` is False, and the result is a guess.
+If no relative is near, the estimate uses the slowness of relatives that are farther away. Then `near` is False, and the
+result counts as a guess.
 """
 
 import math
@@ -27,7 +29,8 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import Timing
 
-# An estimate is a guess if it is farther than this factor from all measurements, in bytes or in all sizes together.
+# An estimate is a guess if all measured sizes differ from the wanted size by more than this factor. Sizes are bytes for
+# a collective, and all sizes together for an operator.
 REACH = 4.0
 _ROUNDING = 1e-9
 NEIGHBOURS = 8
@@ -37,11 +40,11 @@ _WIDTH = re.compile(r"[a-z]+(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """Seconds from measured relatives.
+    """A time that is estimated from measured relatives, in seconds.
 
     Attributes:
-      spread: like `Timing.spread`; includes the disagreement of the relatives.
-      near: whether a relative was measured within a factor `REACH`.
+      spread: like `Timing.spread`; also contains how much the relatives disagree.
+      near: whether a relative was measured whose size differs by at most a factor `REACH`.
     """
 
     seconds: float
@@ -50,7 +53,7 @@ class Interpolation:
 
 
 def roofline_seconds(key: Key, hardware: Hardware) -> float:
-    """Time of `key` alone from counted operations and bytes; never 0."""
+    """The time of `key` alone according to the roofline, in seconds; always above 0."""
     if isinstance(key, CollectiveKey):
         seconds = roofline.collective_seconds(key.kind, key.bytes, key.group_size, key.nodes, hardware)
     elif key.kind in ("gemm", "grouped-gemm"):
@@ -64,7 +67,7 @@ def roofline_seconds(key: Key, hardware: Hardware) -> float:
 
 
 class OperatorFamilies:
-    """Measured operators by family, to estimate other sizes."""
+    """Estimates times of operators from measured operators of the same family with other sizes."""
 
     def __init__(self, times: Mapping[OperatorKey, Timing], hardware: Hardware) -> None:
         self.hardware = hardware
@@ -77,7 +80,11 @@ class OperatorFamilies:
         self._kinds = {kind: statistics.median(values) for kind, values in slowness.items()}
 
     def at(self, key: OperatorKey) -> Interpolation | None:
-        """From the family; else from the roofline, calibrated by operators of the kind; None if there are none."""
+        """The estimate for `key`, from the measured operators of its family.
+
+        If the family has no measured operator, the roofline's time is multiplied by the median slowness of all measured
+        operators of the same kind. None if there are no such operators.
+        """
         expected = roofline_seconds(key, self.hardware)
         members = self._families.get((key.kind, key.family, len(key.sizes)))
         if not members:
@@ -108,7 +115,10 @@ def _octaves(key: OperatorKey) -> np.ndarray:
 
 
 class CollectiveCurves:
-    """Measured collectives as curves over bytes: one per kind, mesh, number of groups and implementation."""
+    """Estimates times of collectives from curves: measured times over bytes.
+
+    There is one curve for each combination of kind, mesh, number of groups and implementation.
+    """
 
     def __init__(self, times: Mapping[CollectiveKey, Timing], hardware: Hardware) -> None:
         self.hardware = hardware
@@ -118,10 +128,11 @@ class CollectiveCurves:
         self._points = {curve: _Points.of(points) for curve, points in measured.items()}
 
     def at(self, key: CollectiveKey) -> Interpolation | None:
-        """From the curve of `key`, or from the nearest other curve in the roofline's proportion.
+        """The estimate for `key`, from its own curve or from the most similar curve.
 
-        Inside a node, a curve for another number of groups counts as the same, because groups share no links. None if
-        nothing was measured over such links (inside a node, or across nodes).
+        A time from another curve is multiplied by the ratio of the roofline's times. Inside a node, a curve with
+        another number of groups counts as the own curve, because groups share no links there. None if nothing was
+        measured over the same kind of link (inside a node, or across nodes).
         """
         curve = _curve(key)
         candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1)]
@@ -141,7 +152,7 @@ class CollectiveCurves:
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Curve:
-    """A `CollectiveKey` without its bytes."""
+    """What identifies a curve: a `CollectiveKey` without its bytes."""
 
     kind: str
     gpus_per_node: int
@@ -155,14 +166,14 @@ def _curve(key: CollectiveKey) -> _Curve:
 
 
 def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float]:
-    """How different two curves are: first in implementation, then in kind, mesh and groups."""
+    """How different two curves are. Implementation counts most, then kind, then mesh, then number of groups."""
     mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
     return a.implementation != b.implementation, a.kind != b.kind, mesh, abs(math.log(a.groups / b.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """One curve: keys by increasing size, and their times."""
+    """The measured points of one curve: keys by increasing size, and their times."""
 
     keys: Sequence[CollectiveKey]
     log_bytes: np.ndarray

@@ -1,42 +1,45 @@
-"""Seconds from counted operations and bytes: the analytic costs for everything that was not measured.
+"""The roofline: times that follow from counted operations and bytes, for everything that was not measured.
 
-A kernel takes the longer of its arithmetic at tensor-core speed and its traffic at memory speed, plus a fixed launch
-cost. A collective takes its wire traffic at the link's bus bandwidth plus a latency per step of its ring. This is the
-usual alpha-beta model; NCCL's "bus bandwidth" makes the bandwidth term equal for all kinds.
+The time of a kernel is the longer of two times, plus a fixed cost. One is the time of the arithmetic at tensor-core
+speed, the other is the time of the memory traffic at memory bandwidth. The time of a collective is its wire traffic at
+the link's bus bandwidth, plus a fixed latency and a latency for each step of its ring. This is the usual alpha-beta
+model. With NCCL's "bus bandwidth", the same bandwidth holds for all kinds of collectives.
+
+All functions for times return seconds.
 """
 
 from dhelix.profiles.hardware import Hardware
 
 
 def memory_seconds(bytes_moved: float, hardware: Hardware) -> float:
-    """A memory-bound kernel that reads and writes `bytes_moved` of device memory."""
+    """Time of a memory-bound kernel that reads and writes `bytes_moved` bytes of device memory."""
     return bytes_moved / (hardware.memory_bandwidth * hardware.memory_efficiency) + hardware.kernel_seconds
 
 
 def gemm_seconds(flops: float, bytes_moved: float, hardware: Hardware, bits: int = 16) -> float:
-    """A matrix product with inputs of `bits` width. 8 bits are twice as fast as 16; 32 bits run as TF32."""
+    """Time of a matrix product with inputs of `bits` bits. 8 bits are twice as fast as 16; 32 bits run as TF32."""
     arithmetic = flops / (hardware.peak_flops * hardware.gemm_efficiency * 16 / bits)
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 
 def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware) -> float:
-    """Fused attention. `flops` counts only what the mask leaves: half for a causal mask."""
+    """Time of fused attention. `flops` leaves out masked operations, which are half of all with a causal mask."""
     arithmetic = flops / (hardware.peak_flops * hardware.attention_efficiency)
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 
 def host_seconds(bytes_moved: float, hardware: Hardware) -> float:
-    """A copy between device memory and host memory by a copy engine; 0 for no bytes."""
+    """Time of a copy between device memory and host memory by a copy engine; 0 if there are no bytes to copy."""
     return bytes_moved / hardware.host_bandwidth + hardware.kernel_seconds if bytes_moved else 0.0
 
 
 def wire_bytes(kind: str, size: float, group: int) -> float:
-    """Bytes that each device sends.
+    """Number of bytes that each device of a collective sends.
 
     Args:
       kind: HLO's name of the collective, such as `all-gather`.
-      size: bytes of the whole buffer on one device: after an all-gather, or before a reduction.
-      group: number of participating devices.
+      size: size of the whole buffer on one device, in bytes: after an all-gather, or before a reduction.
+      group: number of devices that take part.
     """
     if kind in ("collective-permute", "collective-broadcast"):
         return size
@@ -45,9 +48,9 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
 
 
 def collective_seconds(kind: str, size: float, group: int, nodes: int, hardware: Hardware) -> float:
-    """A collective that runs alone.
+    """Time of a collective that runs alone.
 
-    A group with k devices on each node uses k network cards at once, up to the speed of the links inside a node.
+    A group with k devices on each node uses k network cards at once, but is not faster than the links inside a node.
 
     Args:
       kind, size, group: as in `wire_bytes`.

@@ -1,1 +1,1 @@
-"""Profiles as files: their text, the codec that checks it, the folders that are searched, and XLA's tables."""
+"""Reads and writes files with measured times: profiles in dhelix's JSON format, and tables in XLA's formats."""

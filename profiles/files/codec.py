@@ -1,4 +1,6 @@
-"""Decodes JSON files, one fact per line, that people read and strangers may write. A type describes and checks a file.
+"""Reads and checks JSON files. People read these files, and strangers may have written them.
+
+A msgspec type describes what a file may contain:
 
     class File(Struct):
         setting: Text
@@ -8,8 +10,8 @@
     # ProfileFileError: h200-nvlink.json: samples: expected `int` >= 1: correct it, or profile again
 
 JSON is only data. The remaining risks are size, depth, NaN, duplicate fields, text with terminal control characters,
-and numbers outside of their range. Files are profiles unless `decode` is given another `Kind`. Rows are Structs with
-`array_like=True`: entries that a later version appends are ignored.
+and numbers outside of their range. This module checks for them. A `Kind` says what a file is called in error messages;
+by default, a file is a profile. A `Row` is a list. Entries that a later version appends to the list are ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Text(str):
 
 
 class Row(Struct, array_like=True, frozen=True, gc=False):
-    """A list in which each position has its own type."""
+    """A JSON list in which each position has its own type."""
 
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
@@ -54,7 +56,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class On(Struct, omit_defaults=True):
-    """`profile.Provenance` in a file."""
+    """The form of a `profile.Provenance` in a file."""
 
     gpu: Text = Text()
     gpus: Count = 1
@@ -68,7 +70,13 @@ class On(Struct, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a file is meant to be, for messages: its `name`, how to get a good one, and which error it raises."""
+    """What a kind of file is called in error messages, and which error is raised.
+
+    Attributes:
+      name: name of this kind of file.
+      again: advice on how to get a valid file.
+      error: type of the error that an invalid file raises.
+    """
 
     name: str = "profile"
     again: str = "profile again"
@@ -79,23 +87,23 @@ PROFILE = Kind()
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON in one line."""
+    """A value as one line of JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def json_lines(opening: str, items: Iterable[str], closing: str) -> str:
-    """A list or an object with one item per line, so that files can be read, edited and compared."""
+    """A JSON list or object with one item per line, so that people can read, edit and compare files."""
     text = ",\n".join(items)
     return f"{opening}\n{text}\n{closing}" if text else opening + closing
 
 
 def document(fields: Mapping[str, str]) -> str:
-    """The text of a file, one field after the other. The values must be JSON already."""
+    """The text of a file with these fields. The values of `fields` are JSON texts."""
     return "{\n" + ",\n".join(f"{json_text(name)}: {value}" for name, value in fields.items()) + "\n}\n"
 
 
 def microseconds_text(seconds: float, digits: int = 5) -> str:
-    """Microseconds as files have them: five digits for a time, three for a spread."""
+    """A time in seconds as text in microseconds. Files have five digits for a time and three for a spread."""
     value = seconds * 1e6
     return number_text(float(f"{value:.{digits}g}") if math.isfinite(value) else value)
 
@@ -105,10 +113,15 @@ def number_text(value: float) -> str:
 
 
 def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE, oldest: int = 1) -> T:
-    """The contents of a text as `type`. Accepts schemas from `oldest` to `schema`.
+    """The contents of a text as an object of `type`.
+
+    Args:
+      origin: name of the text in error messages.
+      schema, oldest: newest and oldest schema (version of the format) that this version of dhelix reads.
+      kind: kind of the file.
 
     Raises:
-      kind.error: the text is no such file. The message calls the text `origin` and names the place.
+      kind.error: the text is not valid. The message names the place of the error.
     """
     data = _parse(text, origin, kind)
     _check_schema(data, origin, oldest, schema, kind)
@@ -119,7 +132,11 @@ def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = P
 
 
 def wrong(origin: str, message: str, kind: Kind = PROFILE) -> DhelixError:
-    """An error of the kind. `message` may end with a place in msgspec's form: - at `$.a[0].b`."""
+    """The error of `kind` for an invalid file.
+
+    Args:
+      message: what is wrong. It may end with a place in the file, in msgspec's form: - at `$.a[0].b`.
+    """
     found = _AT.search(message)
     place = re.sub(r"\[(\d+|\*)\]", r".\1", found[1].replace("...", "*")).strip(".") if found else ""
     what = _MISSING.sub(r"\1 is missing", _AT.sub("", message))
@@ -128,7 +145,7 @@ def wrong(origin: str, message: str, kind: Kind = PROFILE) -> DhelixError:
 
 
 def names(mapping: Mapping[str, Any], place: str, origin: str, kind: Kind = PROFILE) -> None:
-    """Checks that an object's field names are `Text`, because msgspec does not check them.
+    """Checks that the names of an object's fields are valid `Text`. msgspec does not check these names.
 
     Raises:
       kind.error: a name is not printable or too long.

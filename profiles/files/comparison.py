@@ -1,10 +1,11 @@
-"""How well two profiles agree, such as those of two machines of one kind.
+"""Compares two profiles, for example of two machines of the same kind.
 
     for agreement in compare(profile, other):
         print(agreement.setting, agreement.what, agreement.median, agreement.p90)
 
-Compares entries that both measured under one launch setting: |time / other time - 1|, for pairs the time of the whole
-pair. Entries below MIN_SECONDS in either profile are left out, because they matter little in a step and scatter more.
+The difference of two times is time / other time - 1. For pairs, the times of the whole pair are compared. Only entries
+that both profiles have under the same launch setting are compared. Entries below MIN_SECONDS in either profile are left
+out, because they matter little in a step and scatter more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PARTS = ("operators", "collectives", "pairs")
 
 @dataclass(frozen=True)
 class Difference:
-    """One entry: its key as text, and its seconds in both profiles."""
+    """An entry of both profiles: its key as text, and its time in each profile, in seconds."""
 
     key: str
     seconds: float
@@ -31,21 +32,21 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Above 0 if the other profile is faster."""
+        """The relative difference of the times; above 0 if the other profile has the shorter time."""
         return self.seconds / self.other - 1
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of one kind of entry under one launch setting.
+    """How well two profiles agree in one kind of entry, under one launch setting.
 
     Attributes:
       what: `operators`, `collectives` or `pairs`.
       common: number of entries that both profiles have.
-      compared: number of those that take MIN_SECONDS or more in both.
-      median, p90: of the absolute differences; None if nothing is compared.
-      bias: median of the signed differences, above 0 if the other profile is faster.
-      worst: the largest differences, at most WORST.
+      compared: number of common entries that take MIN_SECONDS or more in both profiles.
+      median, p90: median and 90th percentile of the absolute differences; None if no entry is compared.
+      bias: median of the signed differences; above 0 if the other profile has shorter times.
+      worst: the entries with the largest differences, at most WORST of them.
     """
 
     setting: str
@@ -63,7 +64,7 @@ class Agreement:
 
 
 def compare(profile: Profile, other: Profile) -> tuple[Agreement, ...]:
-    """Three agreements (operators, collectives, pairs) for each launch setting that both have, sorted by setting."""
+    """The agreement of operators, of collectives and of pairs, for each launch setting that both profiles have."""
     settings = sorted(set(profile.sections) & set(other.sections))
     return tuple(
         _agreement(setting, part, getattr(profile.section(setting), part), getattr(other.section(setting), part))

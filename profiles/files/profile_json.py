@@ -1,7 +1,7 @@
-"""The text of a profile's file: JSON that people can read and compare, one fact per line.
+"""The text of a profile's file: JSON with one fact per line, so that people can read and compare files.
 
-Each key appears once, in a table. Measurements refer to keys by their position, from 0. Times are microseconds with
-five digits, spreads with three:
+Each key appears once, in a table. Measurements refer to a key by its position in the table, counted from 0. Times are
+in microseconds, with five digits. Spreads have three digits:
 
     {
     "schema": 1,
@@ -31,9 +31,9 @@ five digits, spreads with three:
     }
     }
 
-Equal profiles give equal text, and reading and rewriting a file does not change it. Every field is checked for type,
-range and length (`codec`). Unknown fields and unknown ends of lists are ignored, so a later version may add some. A
-change that this version must not misread needs a higher `schema`.
+Equal profiles give equal text. If a file is read and written again, it does not change. The type, range and length of
+every field are checked (`codec`). Unknown fields, and unknown entries at the end of a list, are ignored, so a later
+version may add them. A later version increases `schema` if this version would misunderstand its files.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MAX_REASON = 300
 
 
 class _Key(Row, frozen=True):
-    """A key of a profile. `flops` and `bytes` are None unless it is the key of an operator."""
+    """A key in the table of keys. `flops` and `bytes` are None for the key of a collective."""
 
     text: Text
     flops: Annotated[float, Meta(ge=0, le=1e24)] | None = None
@@ -115,10 +115,10 @@ class _File(Struct):
 
 
 def dumps(profile: Profile) -> str:
-    """The text of a file.
+    """The text of a file with this profile.
 
     Raises:
-      ProfileFileError: `loads` would reject the profile, for example because of NaN.
+      ProfileFileError: `loads` would reject the text, for example because a time is NaN.
     """
     table = sorted(_all_keys(profile.sections.values()), key=_key_order)
     index = {key: i for i, key in enumerate(table)}
@@ -140,7 +140,7 @@ def dumps(profile: Profile) -> str:
 
 
 def _all_keys(sections: Iterable[Section]) -> set[Key]:
-    """Each key once. Of equal keys, the one that states more operations and bytes."""
+    """All keys of the sections, each once. Of equal keys, the one with the most operations and bytes is taken."""
     found: dict[Key, Key] = {}
     for section in sections:
         sides = (side for pair in section.pairs for side in (pair.first, pair.second))
@@ -199,19 +199,22 @@ def provenance_text(provenance: Provenance) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """An error message, made printable and shortened for a file."""
+    """A reason for a failure as a short printable text, as files store it."""
     printable = "".join(c if c.isprintable() else " " for c in reason)
     return " ".join(printable.split())[:_MAX_REASON]
 
 
 def loads(text: str, origin: str) -> Profile:
-    """The profile in the text of a file. Errors call the text `origin`.
+    """The profile in the text of a file.
+
+    Args:
+      origin: name of the text in error messages.
 
     Raises:
-      ProfileFileError: the text is no sound profile of a known schema.
+      ProfileFileError: the text is no valid profile with a known schema.
     """
     file = codec.decode(text, _File, origin, SCHEMA)
-    for field in ("hardware", "link"):  # parts of a file's name, so they must not contain a path
+    for field in ("hardware", "link"):  # these become parts of a file's name, so they must not contain a path
         if not _NAME.fullmatch(getattr(file, field)):
             raise codec.wrong(origin, f"expected a name of letters, digits, - and _ - at `$.{field}`")
     table = [_key(row, f"`$.keys[{n}]`", origin) for n, row in enumerate(file.keys)]

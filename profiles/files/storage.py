@@ -1,12 +1,12 @@
-"""Profiles as files: one JSON per kind of hardware and link, such as `profiles/data/h200-nvlink.json`.
+"""Profiles as files. There is one JSON file for each GPU and link, such as `profiles/data/h200-nvlink.json`.
 
     profile = storage.find("H200", "nvlink")           # shipped, then overridden by files of the user's folders
     for line in storage.differences(profile, here):    # another GPU, NCCL or jax: say so
         logging.warning(line)
     storage.save(profile.with_section(measured), path)
 
-`profile_json` describes the format. Files are untrusted data and are checked on reading. A file is read on demand, and
-again only when it changes. A file is written as a whole or not at all.
+`profile_json` describes the format. Files may come from strangers, so they are checked when they are read. A file is
+read when it is needed, and again only after it has changed. A file is written either completely or not at all.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 SEARCH_PATH = "DHELIX_PROFILES"
-"""Environment variable with folders of more profiles, separated as in PATH. Later folders override earlier ones."""
+"""Environment variable that names folders of profiles, separated as in PATH. Later folders override earlier folders."""
 USERS_FOLDER = Path("~/.cache/dhelix/profiles")
-"""Default folder for profiles, read by dhelix and written by `dhelix profile`; SEARCH_PATH replaces it."""
+"""The folder with the user's profiles if SEARCH_PATH is not set. `dhelix profile` writes into it; dhelix reads it."""
 
 SHIPPED = Path(__file__).parents[1] / "data"
 
@@ -56,21 +56,24 @@ def file_name(hardware: str, link: str) -> str:
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the profiles that dhelix ships, such as `h200-nvlink`."""
+    """The names of the profiles that dhelix ships, such as `h200-nvlink`."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None:
-    """Everything known about this hardware and link, or None.
+    """All known times for this hardware and link, or None if there are none.
 
-    The search reads the shipped file, then the file of the same name in each folder of DHELIX_PROFILES and of `extra`,
-    then the files in `extra`. Later files override entry by entry (`Profile.merged`). `Profile.elsewhere` gets the
-    operators known for the hardware over other links. A similar GPU's profile fills the gaps; `Profile.alike` names
-    that GPU.
+    The shipped file is read first. The files with the same name in the user's folders (DHELIX_PROFILES) and in the
+    folders of `extra` follow, and then the files of `extra`. Later files override earlier files entry by entry
+    (`Profile.merged`). `Profile.elsewhere` gets the times of operators with other links. The profile of a similar GPU
+    fills the remaining gaps, and `Profile.alike` names this GPU.
+
+    Args:
+      extra: more folders and files.
 
     Raises:
-      ProfileFileError: a file cannot be read, or its hardware or link is not the wanted one.
-      DhelixError: a requested folder or file does not exist.
+      ProfileFileError: a file cannot be read, or it is for other hardware or another link.
+      DhelixError: a folder or file that the user has named does not exist.
     """
     files = (path for place in (SHIPPED, *_search_path(), *extra) for path in _files_of(place))
     return _find(hardware, link, tuple(extra), tuple(map(_state, files)))
@@ -81,7 +84,7 @@ def _files_of(place: Path) -> list[Path]:
 
 
 def _state(path: Path) -> tuple[Path, int, int]:
-    """A path's time and size, which change with the file. Both are 0 if there is no file or only a dangling link."""
+    """A path, and the modification time and size of its file. Both are 0 if there is no file or a dangling link."""
     try:
         status = path.stat()
     except OSError:
@@ -91,7 +94,7 @@ def _state(path: Path) -> tuple[Path, int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _find(hardware: str, link: str, extra: Sequence[Path], _states: object) -> Profile | None:
-    """`find`, cached by `_states`, the states of all files that it may read."""
+    """The result of `find`. It is cached until `_states` change, the states of all files that may be read."""
     profile = _over_one_link(hardware, link, extra)
     like = describe(hardware, link).like
     other = find(like, link) if like else None
@@ -102,12 +105,12 @@ def _find(hardware: str, link: str, extra: Sequence[Path], _states: object) -> P
 
 
 def _operators_elsewhere(hardware: str, link: str) -> dict[OperatorKey, Timing]:
-    """Operators of the same hardware over other links."""
+    """The times of operators on the same hardware with other links."""
     found: dict[OperatorKey, Timing] = {}
     for other in (other for other in LINKS if other != link.lower()):
         try:
             profile = _over_one_link(hardware, other, ())
-        except DhelixError:  # reported when that link itself is used
+        except DhelixError:  # the user sees this error only when the other link is used
             continue
         for section in profile.sections.values() if profile else ():
             found = {**section.operators, **found}
@@ -142,10 +145,13 @@ def _search_path() -> list[Path]:
 
 
 def of_hardware(path: Path, hardware: str, link: str, name: str) -> Profile | None:
-    """The profile in `path`; None if there is no such file.
+    """The profile in the file `path`; None if there is no such file.
+
+    Args:
+      name: name of the flag or option that gave the path, for error messages.
 
     Raises:
-      ProfileFileError: it is of other hardware or another link. The message asks for another file as `name`.
+      ProfileFileError: the file cannot be read, or the profile is for other hardware or another link.
     """
     if not path.exists():
         return None
@@ -159,15 +165,15 @@ def of_hardware(path: Path, hardware: str, link: str, name: str) -> Profile | No
 
 
 def users_file(hardware: str, link: str) -> Path:
-    """The file with the user's own measurements: in the last folder of DHELIX_PROFILES, or in USERS_FOLDER."""
+    """The path of the user's own profile, in the last folder of DHELIX_PROFILES or in USERS_FOLDER."""
     return _search_path()[-1] / file_name(hardware, link)
 
 
 def load(path: Path | str) -> Profile:
-    """The profile in a file; read again only when the file has changed.
+    """The profile in a file. The file is read again only if it has changed.
 
     Raises:
-      ProfileFileError: there is no such file, it cannot be read, or it is no sound profile.
+      ProfileFileError: the file does not exist, or cannot be read, or is no valid profile.
     """
     path = Path(path)
     try:
@@ -189,7 +195,10 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> Profile:
 
 
 def save(profile: Profile, path: Path | str) -> None:
-    """Writes a file as a whole or not at all. After an interruption, or to a concurrent reader, the old file is intact.
+    """Writes a profile to a file, either completely or not at all.
+
+    Until the new file is complete, the old file stays in place. So an interruption does no harm, and other processes
+    always read a complete file.
 
     Raises:
       ProfileFileError: `loads` would reject the profile.
@@ -211,7 +220,7 @@ def _replace_file(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp lets only the owner read
+        os.chmod(temporary, 0o644)  # mkstemp makes a file that only the owner can read
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -219,11 +228,14 @@ def _replace_file(path: Path, text: str) -> None:
 
 
 def differences(profile: Profile, here: Provenance) -> tuple[str, ...]:
-    """How this machine and its software differ from the profile's, one line per difference, to be shown as warnings.
+    """Warnings on how this machine and its software differ from those of the profile, one line for each difference.
 
-    Compares the kind of GPU, NCCL's major and minor version, and the major versions of CUDA and jax (0.11 and 0.12
-    count as different). A value that either side does not know is no difference. All measurements of a merged profile
-    are compared.
+    The kind of GPU, the major and minor version of NCCL, and the major versions of CUDA and jax are compared. For jax,
+    0.11 and 0.12 count as different major versions. An unknown value is no difference. All measurements of a merged
+    profile are compared.
+
+    Args:
+      here: the machine and the software of this process.
     """
     compared = (
         ("GPU", "gpu", _gpu_kind, "all of its times may differ here"),

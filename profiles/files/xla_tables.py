@@ -1,28 +1,29 @@
-"""XLA's two formats of measured times, for exchanging times with XLA's scheduler.
+"""Reads and writes XLA's two formats for measured times. XLA's own scheduler can use such files.
 
-**Cost text** (PGLE, "FDO profile"; `ProfiledInstructionsProto` as text) holds the microseconds of one module's
-instructions. Pass the file as `--xla_gpu_pgle_profile_file_or_directory_path`. Its name must end in `.pbtxt`; XLA
-ignores other endings:
+**Cost text** holds the times of one module's instructions in microseconds. XLA calls it a PGLE or FDO profile
+(`ProfiledInstructionsProto` as text). The flag `--xla_gpu_pgle_profile_file_or_directory_path` takes the path of the
+file. The name of the file must end in `.pbtxt`, because XLA ignores other files:
 
     costs {
       name: "loop_multiply_fusion"
       cost_us: 58.2
     }
 
-XLA looks up an asynchronous collective by the name of its start, or of the instruction that it wraps. The name may
-begin with a module's `<fingerprint>::`.
+XLA looks up an asynchronous collective by the name of its start instruction, or of the instruction inside the start. A
+name may begin with the fingerprint of a module, as in `<fingerprint>::<name>`.
 
-**The collective performance table** (`DeviceHloInstructionProfiles` as text) holds bytes per second of collectives
-inside a node, by kind, bytes and group size. Pass it as `--xla_gpu_experimental_collective_perf_table_path`. It
-replaces XLA's built-in table. XLA uses the table on Hopper and newer GPUs without PGLE
-(`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default). It takes the nearest entry, and divides the bytes
-by its throughput.
+**The collective performance table** (`DeviceHloInstructionProfiles` as text) holds the throughput of collectives inside
+a node in bytes per second, by kind, size and group size. The flag `--xla_gpu_experimental_collective_perf_table_path`
+takes the path of the file, which replaces XLA's built-in table. XLA uses the table on Hopper and newer GPUs if there is
+no PGLE profile (`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default). XLA takes the nearest entry, and
+divides the size of the collective by the throughput of the entry.
 
     text = xla_tables.collective_table({key: timing.seconds for key, timing in section.collectives.items()})
 
-XLA ignores a table that it cannot read, and aborts the process on an unexpected kind. So only what XLA knows is
-written (`in_table`). JAX caches compiled programs by the path in the flag, not by the file's contents: give a file with
-other times another name. Source: openxla/xla, `hlo_op_profile.proto`, `collective_interpolator.cc`.
+XLA ignores a table that it cannot read, and aborts the process if it finds an unknown kind. So only collectives that
+XLA knows are written (`in_table`). JAX caches compiled programs by the path in the flag, not by the contents of the
+file, so a file with other times needs another name. The formats are defined in openxla/xla, `hlo_op_profile.proto` and
+`collective_interpolator.cc`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from dhelix.profiles.keys import CollectiveKey
 
 _KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 _WITH_ARITHMETIC = ("all-reduce", "reduce-scatter")
-_MAX_BYTES = 2**31 - 1  # XLA measures distances between entries in 32 bits
-# XLA's PrimitiveType: name -> number, bytes.
+_MAX_BYTES = 2**31 - 1  # XLA computes distances between entries with 32 bits
+# XLA's PrimitiveType: name -> number of the type, bytes of an element.
 _TYPES = {
     "PRED": (1, 1),
     "S8": (2, 1),
@@ -63,7 +64,7 @@ _BYTES = dict(_TYPES.values())
 
 _F = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {"string": _F.TYPE_STRING, "double": _F.TYPE_DOUBLE, "int64": _F.TYPE_INT64, "bool": _F.TYPE_BOOL}
-# message -> (field, number, type), `*` for repeated. Numbers are XLA's.
+# Message -> its fields, each with name, XLA's field number and type. `*` marks a repeated field.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "Cost": (("name", 1, "string"), ("cost_us", 2, "double")),
     "Costs": (("costs", 1, "Cost*"),),
@@ -85,12 +86,12 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("channel_id", 26, "int64"),
         ("source_target_pairs", 52, "SourceTarget*"),
         ("use_global_device_ids", 71, "bool"),
-        ("collective_device_list", 87, "DeviceList"),  # until 2025
+        ("collective_device_list", 87, "DeviceList"),  # as XLA wrote it until 2025
         ("iota_collective_device_list", 92, "Iota"),
     ),
     "Entry": (("instruction", 1, "Instruction"), ("network_throughput_bytes_per_sec", 6, "int64")),
     "EntryList": (("entries", 1, "Entry*"),),
-    "Device": (("key", 1, "string"), ("value", 2, "EntryList")),  # a map entry, which has the same text
+    "Device": (("key", 1, "string"), ("value", 2, "EntryList")),  # XLA has a map here, whose entries have the same text
     "Table": (("entries", 2, "Device*"),),
 }
 
@@ -135,9 +136,12 @@ def _parsed(text: str, message: str, what: str, origin: str) -> Any:
 
 
 def cost_text(seconds: Mapping[str, float]) -> str:
-    """XLA's cost text for the seconds of a module's instructions, by their names in scheduled HLO.
+    """XLA's cost text for one module.
 
     XLA uses its own estimate for an instruction without an entry.
+
+    Args:
+      seconds: times of instructions, by their names in the scheduled HLO.
 
     Raises:
       DhelixError: a time is negative or not finite.
@@ -150,9 +154,13 @@ def cost_text(seconds: Mapping[str, float]) -> str:
 
 
 def parse_cost_text(text: str, origin: str) -> dict[str, float]:
-    """Seconds by name of instruction. If a name appears several times, as in several modules, the last entry counts.
+    """The times in a cost text in seconds, by the names of instructions.
 
-    Names may carry their module's fingerprint: `<fingerprint>::<name>`. Errors call the text `origin`.
+    A name may contain the fingerprint of its module, as in `<fingerprint>::<name>`. If several modules have the same
+    name, the last entry counts.
+
+    Args:
+      origin: name of the text in error messages.
 
     Raises:
       DhelixError: the text is no cost text, or a cost is negative or not finite.
@@ -168,10 +176,10 @@ def parse_cost_text(text: str, origin: str) -> dict[str, float]:
 
 
 def in_table(key: CollectiveKey) -> bool:
-    """Whether a collective fits into XLA's table.
+    """Whether XLA's table can hold a collective.
 
-    The table holds five kinds inside a node; XLA uses a network model between nodes. Reduced buffers must consist of
-    whole float32 values for each device.
+    The table holds five kinds of collectives inside a node. Between nodes, XLA uses a model of the network instead. A
+    buffer that is reduced must have a whole number of float32 values for each device.
     """
     part = 4 * key.group_size if key.kind in _WITH_ARITHMETIC else 1
     inside = key.nodes == 1 and key.group_size > 1
@@ -181,18 +189,19 @@ def in_table(key: CollectiveKey) -> bool:
 def collective_table(
     seconds: Mapping[CollectiveKey, float], device: str = "sm_90", implementation: str = "nccl"
 ) -> str:
-    """XLA's collective performance table, from the times that are `in_table` and of `implementation`.
+    """XLA's collective performance table, with all times in `seconds` that are `in_table`.
 
-    XLA's entries do not say how many groups communicate at once. If several numbers of groups were measured, XLA uses
-    the times with the most groups, which come first. Programs usually run that many.
+    XLA's entries do not say how many groups communicate at once. If several numbers of groups were measured, the times
+    with the most groups come first, and XLA uses the first times. Programs usually run the most groups.
 
     Args:
       seconds: times by key.
-      device: XLA's name of the GPU kind: `sm_` and the compute capability, for 10.0 also the model (`sm_100_B200`).
-      implementation: one of `keys.IMPLEMENTATIONS`; the one that the program will run with.
+      device: XLA's name of the GPU: `sm_` and the compute capability, for 10.0 also the model (`sm_100_B200`).
+      implementation: the implementation with which the program will run, one of `keys.IMPLEMENTATIONS`. Times of other
+        implementations are left out.
 
     Raises:
-      DhelixError: no collective is left, or a time is not positive.
+      DhelixError: the table would be empty, or a time is not positive.
     """
     chosen = [key for key in seconds if in_table(key) and key.implementation == implementation]
     if not chosen:
@@ -232,15 +241,19 @@ def _add_entry(entries: Any, key: CollectiveKey, element_type: str, throughput: 
 
 
 def _rings(size: int, groups: int) -> Iterable[tuple[int, int]]:
-    """Source and target of each device: it sends to the next device of its group."""
+    """A pair of source and target for each device. A device sends to the next device of its group."""
     return ((g * size + i, g * size + (i + 1) % size) for g in range(groups) for i in range(size))
 
 
 def parse_collective_table(text: str, origin: str, device: str = "sm_90") -> dict[CollectiveKey, float]:
-    """Seconds of the collectives in a table, as if each group were inside one node.
+    """The times of the collectives in a table, in seconds. Every group is assumed to be inside one node.
 
-    Entries that no key describes are left out: permutes other than rings of equal size, and entries without groups. If
-    a table has several times for a key, such as one per element type, the last counts. Errors call the text `origin`.
+    Entries for which there is no key are left out. These are permutes other than rings of equal size, and entries
+    without groups. If a table has several times for a key, for example one for each element type, the last time counts.
+
+    Args:
+      origin: name of the text in error messages.
+      device: XLA's name of the GPU, as in `collective_table`.
 
     Raises:
       DhelixError: the text is no such table, or has no entries of `device`.
@@ -275,7 +288,7 @@ def _table_key(instruction: Any) -> CollectiveKey | None:
 
 
 def _ring_size(pairs: list[tuple[int, int]]) -> tuple[int, int]:
-    """Length and number of the rings that `pairs` form; (0, 0) if they do not form equal rings."""
+    """The length and the number of the rings that `pairs` form; (0, 0) if they do not form rings of equal length."""
     following = dict(pairs)
     lengths = []
     while following:

@@ -1,1 +1,1 @@
-"""Published facts from papers: clusters, numbers, and findings about overlap."""
+"""Facts that papers published: their clusters, and the numbers that they measured."""

@@ -1,14 +1,14 @@
-"""The clusters of the papers that dhelix follows: their hardware, and the numbers published about them.
+"""The clusters in the papers that dhelix follows: their hardware, and the numbers that were published about them.
 
     cluster = clusters.get("dhelix-a800")
     cluster.gpus                                       # 64
     cluster.hardware.inter_bandwidth                   # used to compute costs
     [n for n in cluster.numbers if n.system == "DHelix" and n.unit == "TFLOPS/GPU"]
 
-There are two kinds of bandwidth. `link_bandwidth` and `network_bandwidth` are the links' rates, one way, as stated by
-the paper or by the vendor. `hardware.intra_bandwidth` and `hardware.inter_bandwidth` are what NCCL reaches per GPU.
-These are guesses unless the paper measured them. Vendors and papers add up both directions of NVLink: "400 GB/s" is
-200 GB/s each way.
+There are two kinds of bandwidth. `link_bandwidth` and `network_bandwidth` are the rates of the links in one direction,
+as the paper or the vendor states them. `hardware.intra_bandwidth` and `hardware.inter_bandwidth` are the rates that
+NCCL reaches per GPU. NCCL's rates are guesses unless the paper measured them. Vendors and papers add up both directions
+of NVLink, so their "400 GB/s" is 200 GB/s in each direction.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ _GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs. Bandwidths are in bytes per second, one way.
+    """A cluster: nodes of equal GPUs. Bandwidths are in bytes per second, in one direction.
 
     Attributes:
-      name: key in ALL.
-      hardware: one GPU and its share of the links, as costs need it.
-      link: what connects the GPUs of a node.
-      link_bandwidth: of `link`, per GPU.
-      network: what connects the nodes; empty for a single node.
-      network_bandwidth: of `network`, per node; 0 for a single node.
-      software: what the paper ran, as far as it says.
+      name: the key of the cluster in ALL.
+      nodes: number of nodes.
+      hardware: description of one GPU and its share of the links.
+      link: name of the link between the GPUs of a node.
+      link_bandwidth: bandwidth of `link` per GPU.
+      network: name of the network between nodes; empty for a single node.
+      network_bandwidth: bandwidth of `network` per node; 0 for a single node.
       source: paper and section.
-      numbers: what the paper measured or computed on this cluster.
-      notes: what is unclear or misprinted in the paper's description, or taken from elsewhere.
+      software: the software that the paper names.
+      numbers: the numbers that the paper measured or computed on this cluster.
+      notes: remarks on parts of the paper's description that are unclear, misprinted, or taken from elsewhere.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Cluster:
 
     @property
     def network_bandwidth_per_gpu(self) -> float:
-        """Share of each GPU when all GPUs of a node use the network at once."""
+        """Bandwidth of the network for each GPU, if all GPUs of a node use the network at once."""
         return self.network_bandwidth / self.gpus_per_node
 
 

@@ -1,10 +1,10 @@
-"""Numbers that papers publish about their clusters, to compare simulations with.
+"""Numbers that papers published about their clusters. Simulations are compared with these numbers.
 
     Published("DHelix", "Llama, S 8192", "speed-up over Megatron-LM", 1.27, "x", "section 6.2.1", upper=1.40)
 
-Only numbers from a paper's text and tables are here. Numbers that appear only in figures are left out, except for the
-bars of DHelix figures 11 to 13. These are read off the authors' published charts and marked `chart`. If a paper has a
-misprint, `value` is corrected, and `printed` gives the printed text and the reason.
+This module has numbers from the texts and tables of the papers. Numbers that appear only in figures are left out,
+except for the bars of DHelix figures 11 to 13. These bars are read off the authors' published charts and are marked
+`chart`. If a paper has a misprint, `value` is corrected, and `printed` has the printed text and the reason.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One number, or one range of numbers.
+    """A published number, or a published range of numbers.
 
     Attributes:
       system: the measured system, such as `DHelix` or `Megatron-LM`.
-      workload: model, sequence length S, parallelism and number of GPUs, as far as the paper says.
-      quantity: meaning of `value`, in units of `unit` (`x` is a ratio, `%` a percentage).
+      workload: model, sequence length S, parallelism and number of GPUs, as far as the paper says them.
+      quantity: what was measured or computed.
+      value: the number, or the lower end of the range.
+      unit: unit of `value`; `x` stands for a ratio, `%` for a percentage.
       where: section, table or figure of the paper.
-      upper: upper end of a range, whose lower end is `value`; None for a single number.
-      chart: read off a chart, so accurate to about 1 %.
-      printed: what the paper prints instead, and why that is taken for a misprint; empty if it prints `value`.
+      upper: upper end of the range; None for a single number.
+      chart: whether the number is read off a chart, and so accurate to about 1 %.
+      printed: the number that the paper prints instead, and why it is a misprint; empty if the paper prints `value`.
     """
 
     system: str
@@ -185,7 +187,8 @@ _AT_8 = "8 GPUs, S 4096, micro-batch 1, batch 4 M tokens"
 _AT_64 = "64 GPUs, S 4096, micro-batch 1"
 _OVERLAPS = ("all-gather, reduce-scatter, all-reduce, broadcast", "all-gather, reduce-scatter, all-reduce",
              "all-gather, reduce-scatter", "nothing")  # fmt: skip
-# Table V: tokens per GPU and second, then MFU, each for 1, 2, 4, 8 micro-batches. One row per entry of _OVERLAPS.
+# Table V: tokens per GPU and second, then MFU, both for 1, 2, 4 and 8 micro-batches. There is a row for each entry of
+# _OVERLAPS.
 _TABLE_V = {
     "LLaMA-7B": ((3525, 4119, 4416, 4503, 0.57, 0.62, 0.65, 0.67), (3346, 3991, 4329, 4438, 0.54, 0.60, 0.64, 0.65),
                  (2812, 3609, 4070, 4286, 0.45, 0.54, 0.60, 0.63), (2812, 3609, 4070, 4286, 0.45, 0.54, 0.60, 0.63)),

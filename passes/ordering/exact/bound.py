@@ -1,25 +1,27 @@
 """The bound of the exact model, for one order of the collectives at a time.
 
 Which compute hides which collective depends mainly on the order of the collectives on their lane. If that order is left
-open, the relaxation `model.Overlap` mixes several orders in fractions, which weakens its bound. Layers have few orders,
-since most of their collectives depend on one another: two strands of four collectives have 70. So each order gets its
-own bound, with constraints that hold in that order only. The least of these bounds counts.
+open, the relaxation `model.Overlap` mixes several orders in fractions. This weakens its bound. A layer has few such
+orders, since most of its collectives depend on one another: two strands of four collectives have 70 orders. So each
+order gets its own bound, with constraints that hold in that order only. The least of these bounds counts.
 
     lane         | gather a |   | gather b | scatter c |
     compute      x     | y       | z                      | w
 
-In the picture, x begins before a is done and ends after; y ends before b is done. For the end of each collective,
-variables tell which compute has begun by then and which ends after it. Constraints on them:
+In the picture, x begins before a is done and ends after a is done. y ends before b is done. For each compute and each
+collective, variables tell whether the compute begins, and whether it ends, after the collective is done. These
+constraints hold for the variables:
 
-- Compute meets a collective only if it ends after the previous one is done and begins before this one is done.
+- Compute meets a collective only if the compute ends after the previous collective is done and begins before this
+  collective is done.
 - Compute that needs y begins after y has ended.
-- If compute begins before a is done and ends after b is done, b lies completely within it.
-- A collective begins while compute runs only if the previous one on the lane ends during that compute.
+- If compute begins before a is done and ends after b is done, b lies completely within that compute.
+- A collective begins while compute runs only if the previous collective on the lane ends during that compute.
 
-*The bound is valid.* Every legal order of instructions has one order of collectives per lane. Its begin and end times
-define these variables, and all constraints are true statements about such times. If nothing in an order of collectives
-beats the best known order, that order does not lower the bound. CP-SAT's effort first goes to all orders equally, then
-always to the order with the least bound.
+*The bound is valid.* Every legal order of instructions has one order of collectives per lane. The begin and end times
+of the legal order define these variables, and all constraints are true statements about such times. If no legal order
+with a given order of the collectives is faster than the best known order, that order of the collectives does not lower
+the bound. CP-SAT's effort first goes to all orders equally, then always to the order with the least bound.
 """
 
 import itertools
@@ -30,15 +32,15 @@ from typing import Any
 from dhelix.passes.ordering.exact.model import NANO, Overlap
 from dhelix.passes.ordering.exact.problem import Problem
 
-_MOST = 250  # orders of collectives; if there are more, the order is left open
-_ENOUGH = 0.02  # fraction of the best known time; a smaller gap with an open order is good enough
-_OPEN, _FIRST = 0.18, 0.68  # fractions of the effort: open order, all orders equally; the rest is for the least bound
+_MOST = 250  # limit on the orders of collectives; if there are more, the order is left open
+_ENOUGH = 0.02  # a gap below this fraction of the best known time is good enough with an open order
+_OPEN, _FIRST = 0.18, 0.68  # fractions of the effort: open order, all orders equally; the least bound gets the rest
 _AGAIN = 1.5  # growth of the effort each time the order with the least bound is solved again
 _LEAST = 1e-3  # effort that each bound costs at least, so that the loop ends
 
 
 class OrderedOverlap(Overlap):
-    """`Overlap` with the collectives of each of `lanes` in the given order."""
+    """`Overlap` with a fixed order of the collectives. Each of `lanes` lists the collectives of a lane in order."""
 
     def __init__(self, cp_sat: Any, problem: Problem, horizon: float, lanes: Sequence[Sequence[int]]) -> None:
         super().__init__(cp_sat, problem, horizon)
@@ -56,7 +58,7 @@ class OrderedOverlap(Overlap):
                         self.model.add(end <= begin)
 
     def _place(self, x: int, lane: Sequence[int], begins: Sequence[Any], ends: Sequence[Any]) -> None:
-        """Constraints on compute `x` from where it begins and ends in the lane's order."""
+        """Constraints that place the begin and the end of compute `x` between the collectives of the lane."""
         model, compute = self.model, self.problem.compute[x]
         for n, c in enumerate(lane):
             ways = self.met.get((x, c), ())
@@ -83,7 +85,7 @@ class OrderedOverlap(Overlap):
 def least_makespan(cp_sat: Any, problem: Problem, horizon: float, effort: float) -> int:
     """A lower bound, in nanoseconds, on the time of every order.
 
-    If no order takes less than `horizon` seconds, the bound is `horizon`.
+    If no order takes less than `horizon` seconds, the bound is `horizon` in nanoseconds.
     """
     bounds = _Bounds(cp_sat, effort)
     bound, solved = bounds.find(Overlap(cp_sat, problem, horizon), _OPEN * effort, 0)
@@ -104,7 +106,7 @@ def least_makespan(cp_sat: Any, problem: Problem, horizon: float, effort: float)
 
 
 class _Bounds:
-    """Bounds of models, until the effort is spent."""
+    """Finds lower bounds of models until the effort is spent. `left` is the effort that remains."""
 
     def __init__(self, cp_sat: Any, effort: float) -> None:
         self.cp_sat, self.left = cp_sat, effort

@@ -7,8 +7,8 @@
 collectives.
 
 Rounding keeps the bound valid: the numbers of a legal order, with times rounded down, satisfy every constraint. To
-ensure that, each constraint is loosened by what rounding its terms may lose. Rates are whole thousandths, rounded to
-the looser side.
+ensure this, each constraint is loosened by the amount that rounding its terms may lose. Rates are whole thousandths,
+rounded to the side that loosens the constraint.
 """
 
 import itertools
@@ -30,9 +30,9 @@ class Way:
     """One way in which compute and a collective may meet.
 
     Attributes:
-      so: variable: whether they meet in this way.
-      beside: variable: nanoseconds for which they overlap.
-      of_compute, of_collective: their rates while they overlap.
+      so: variable that tells whether compute and the collective meet in this way.
+      beside: variable with the nanoseconds for which the two overlap in this way.
+      of_compute, of_collective: rates of the two while they overlap.
     """
 
     meeting: Meeting
@@ -43,16 +43,16 @@ class Way:
 
 
 class Overlap:
-    """Which compute hides which collective, without times.
+    """The program that decides which compute hides which collective, without times.
 
     Attributes:
       length: duration of each compute instruction, its pause included.
       flight: duration of each collective from its begin to its end.
-      waiting, paused: nanoseconds of each collective during which compute waits, and during which it pauses.
+      waiting, paused: nanoseconds of each collective during which compute waits, and during which compute pauses.
       launches: nanoseconds for which compute pauses before each collective.
-      met: the ways to meet, by compute and collective.
-      last: whether the collective is done while that compute runs.
-      earlier: of two collectives of a lane, whether the first one runs before the second.
+      met: for each pair of compute and collective that may overlap, the ways in which the two may meet.
+      last: for each such pair, whether the collective is done while the compute runs.
+      earlier: for each pair of collectives of a lane, whether the first of the pair runs before the second.
       slack: nanoseconds by which rounding may have lengthened the makespan.
     """
 
@@ -104,13 +104,13 @@ class Overlap:
         return tuple(ways)
 
     def _slowest(self, x: int) -> float:
-        """The lowest rate of compute overlapping any collective; one of another lane may run at the same time."""
+        """The lowest rate of compute `x` beside any collective. Two lanes may run a collective beside `x` at once."""
         compute = self.problem.compute[x]
         met = [c for c in self.problem.collectives if self.problem.free(compute, c)]
         return min(self.problem.rates(compute, c, meeting)[0] for c in met for meeting in Meeting)
 
     def _in_turn(self, lane: Sequence[int]) -> None:
-        """The order of the collectives of a lane, and which compute each of them can meet in that order."""
+        """Constraints on the order of a lane's collectives, and on the compute that they can meet in that order."""
         model, problem = self.model, self.problem
         for one, other in itertools.combinations(lane, 2):
             so = self.earlier[one, other] = model.new_bool_var("")
@@ -129,7 +129,7 @@ class Overlap:
                 model.add(self.earlier[earlier, c] == 1)
 
     def _collective(self, c: int, lane: Sequence[int]) -> None:
-        """Work and length of collective `c`, and which compute it begins or overlaps with."""
+        """Constraints on the work and length of collective `c`, and on the compute that it begins or overlaps with."""
         model = self.model
         met = {x: ways for (x, other), ways in self.met.items() if other == c}
         ways = [way for found in met.values() for way in found]
@@ -144,21 +144,21 @@ class Overlap:
         others = sum(self.launches) - self.launches[c]
         model.add(self.paused[c] <= (int(pause * NANO) + 1) * sum(way.so for way in ways) + others)
         model.add_at_most_one(self.last[x, c] for x in met)
-        for x, (running, first, _) in met.items():  # compute that ends before the collective overlaps it completely
+        for x, (running, first, _) in met.items():  # compute that ends before the collective lies within it
             for way in () if self.problem.compute[x].loop else (running, first):
                 whole = int(self.problem.compute[x].seconds / way.of_compute * NANO) - 1
                 model.add(way.beside >= whole * way.so - whole * self.last[x, c])
         opening = [way.so for way in ways if way.meeting is not Meeting.RUNNING]
         model.add_at_most_one(opening)
         for x, (running, _, second) in met.items():
-            if len(self.lanes) == 1 and not others:  # otherwise it may begin while compute waits or pauses
+            if len(self.lanes) == 1 and not others:  # otherwise the collective may begin while compute waits or pauses
                 model.add(running.so <= sum(opening))
-            if not self.problem.compute[x].loop:  # it begins while x runs only because an earlier collective ends then
+            if not self.problem.compute[x].loop:  # c begins while x runs only because an earlier collective ends then
                 there = [way.so for o in lane if o != c for way in self.met.get((x, o), ())[:2]]
                 model.add(second.so <= sum(there))
 
     def _compute(self, x: int, lane: Sequence[int]) -> None:
-        """Length of compute `x`, as far as collectives of this lane decide it."""
+        """Constraints of the collectives of one lane on the length of compute `x`."""
         model, compute = self.model, self.problem.compute[x]
         ways = [way for c in lane for way in self.met.get((x, c), ())]
         alone = int(_SCALE * NANO * (compute.seconds + compute.pause))
@@ -174,7 +174,8 @@ class Overlap:
     def _chains(self) -> None:
         """If one collective must be done before another starts, no compute overlaps with both.
 
-        Compute that overlaps with the later one runs after its launch, when the earlier one is already done.
+        Compute that overlaps with the later collective runs after the launch of that collective. By then the earlier
+        collective is done.
         """
         for c, collective in enumerate(self.problem.collectives):
             for earlier in self.problem.done_before(collective):
@@ -194,12 +195,13 @@ class Overlap:
 
 
 class Schedule(Overlap):
-    """Which compute hides which collective, and when.
+    """The program that decides which compute hides which collective, and when everything begins and ends.
 
     Attributes:
       begin, end: times of each compute instruction, its pause included.
       issue, done: begin and end of each collective.
-      launch: when each collective is launched; it begins then or when its lane becomes free.
+      launch: time at which each collective is launched. The collective begins then, or later when its lane becomes
+        free.
     """
 
     def __init__(self, cp_sat: Any, problem: Problem, horizon: float) -> None:
@@ -236,7 +238,7 @@ class Schedule(Overlap):
             self.model.add(issue >= launch)
 
     def _meet(self, x: int, c: int) -> None:
-        """Compute `x` and collective `c`: one before the other, or one of the ways to meet."""
+        """Constraints on compute `x` and collective `c`: one runs before the other, or they meet in one of the ways."""
         model, (running, first, second) = self.model, self.met[x, c]
         begin, end, issue, done = self.begin[x], self.end[x], self.issue[c], self.done[c]
         before, after = model.new_bool_var(""), model.new_bool_var("")
@@ -248,7 +250,7 @@ class Schedule(Overlap):
         model.add(issue <= begin).only_enforce_if(running.so)
         model.add(issue == begin).only_enforce_if(first.so)
         model.add(issue >= begin).only_enforce_if(second.so)
-        within = model.new_bool_var("")  # c is done before x ends; their overlap ends with the first of the two
+        within = model.new_bool_var("")  # c is done before x ends; the overlap ends at the earlier end
         model.add(done <= end).only_enforce_if(within)
         model.add(done >= end).only_enforce_if(~within)
         pause = int(self.problem.compute[x].pause * NANO) + 2

@@ -7,13 +7,13 @@ all legal orders of a computation's instructions. Its relaxation gives the lower
     found.seconds        # 6.41e-3: the evaluator's time of found.order
     found.bound          # 6.33e-3: no order is faster by the evaluator; found.gap is 1.2 %
 
-It suits bodies of a hundred instructions. No pass uses it for scheduling; `dhelix plan --bound` reports how much any
-order could still gain.
+The model suits bodies of a hundred instructions. No pass uses the model for scheduling. `dhelix plan --bound` reports
+how much any order could still gain.
 
-The model has one interval for each instruction that takes time (`problem.py`). Compute x and collective c do not
+The model has one interval for each instruction that takes time (`problem.py`). Either compute x and collective c do not
 overlap, or they meet in one of three ways: c was running before x began, c began with x ("first"), or c began while x
-ran ("second"). They overlap for y seconds at rates r_x and r_c, which depend on the way. T is the time of either alone,
-w the wait of c for its last GPU, p the pause before x:
+ran ("second"). They overlap for y seconds at rates r_x and r_c, which depend on the way. T_x and T_c are the times of x
+and of c alone, w is the time that c waits for its last GPU, and p is the pause before x:
 
     length of x      p + T_x + sum (1 - r_x) y              lengthened by its collectives
     e                T_c + w - sum r_c y - q                compute pauses for q and waits for e of c's time
@@ -23,22 +23,30 @@ w the wait of c for its last GPU, p the pause before x:
 More constraints follow from how the evaluator works:
 
 - Collectives of a lane run one at a time.
-- x meets at most one collective of a lane that began before it or with it. It meets a second one only if the first ends
-  while x runs.
-- c begins with or during at most one x. If x begins with c or later and ends before c is done, it lies within c.
-- If c must wait for x, x meets no collective after c on its lane. If x must wait for c, x meets none before c.
+- x meets at most one collective of a lane that began before or with x. A second collective may follow only if the first
+  ends while x runs.
+- c begins with or during at most one x. If x begins with c or after c, and ends before c is done, all of x overlaps
+  with c.
+- If c must wait for x, x meets no collective that runs after c on the lane of c. If x must wait for c, x meets no
+  collective that runs before c on the lane of c.
 
-There are two programs (`model.py`). The one without times reaches its bound quickly. The complete one yields orders. If
-the first leaves a large gap, it is bounded separately for each order of the collectives (`bound.py`). The greatest
-bound counts.
+There are two programs (`model.py`). The program without times (`Overlap`) reaches its bound quickly. The complete
+program (`Schedule`) yields orders. If the program without times leaves a large gap, each order of the collectives gets
+its own bound (`bound.py`). Of the bounds of both programs, the greater one counts.
 
 *The bound is valid.* Every legal order, simulated by the evaluator, gives numbers that satisfy all constraints, with
 the evaluator's makespan. So the least makespan of the model is not above the time of the fastest order. A lower bound
-of CP-SAT is below both, even if it stops early. Effects that the evaluator knows and the model ignores only enlarge the
-set of solutions and lower the bound: memory; that a collective begins as soon as it can; that compute which overlaps
-collectives of both lanes runs at the lower rate (the model applies the rate of each lane separately); what runs while
-compute pauses for a launch. Loops count as their compute and slow nothing. Times are whole nanoseconds, and each
-constraint is loosened by the possible rounding loss.
+of CP-SAT is not above the least makespan, even if CP-SAT stops early. The model ignores some effects that the evaluator
+knows. This only enlarges the set of solutions and lowers the bound. The ignored effects are:
+
+- Memory is limited.
+- A collective begins as soon as it can.
+- Compute that overlaps with collectives of both lanes runs at the lower rate. (The model applies the rate of each lane
+  separately.)
+- Only collectives in flight run while compute pauses for a launch. (The model lets any collective run then.)
+
+A loop counts as the compute in it, and slows nothing. Times are whole nanoseconds, and each constraint is loosened by
+the possible rounding loss.
 
 CP-SAT runs on one thread for a deterministic amount of work and with a fixed seed, so every host finds the same order.
 """
@@ -57,8 +65,8 @@ from dhelix.passes.ordering.exact.model import NANO, Schedule
 from dhelix.passes.ordering.exact.problem import Problem
 from dhelix.passes.ordering.order_rules import Limits
 
-_MOST = 250  # instructions that take time; larger models take gigabytes
-_SHARE = 0.85  # fraction of the effort for the program without times
+_MOST = 250  # limit on instructions that take time; larger models need gigabytes of memory
+_SHARE = 0.85  # fraction of the effort that the program without times gets
 
 
 class TooLargeError(DhelixError):
@@ -67,12 +75,12 @@ class TooLargeError(DhelixError):
 
 @dataclass(frozen=True)
 class ExactOrder:
-    """The best order found, and a bound on any other.
+    """The best order found, and a lower bound on the time of every order.
 
     Attributes:
       seconds: evaluator's time of `order`.
       bound: lower bound in seconds on the evaluator's time of every legal order.
-      solved: whether the complete model was solved to optimality; a remaining gap is then due to the model.
+      solved: whether the complete model was solved to optimality. If so, a remaining gap is due to the model.
     """
 
     order: tuple[Instruction, ...]
@@ -94,12 +102,12 @@ def exact_order(
     start: Sequence[Instruction] | None = None,
     effort: float = 60.0,
 ) -> ExactOrder:
-    """The fastest order found from the model, `start` and `sequence` that fits into memory, and the bound.
+    """Finds the fastest order that fits into memory, from `sequence`, `start` and the model's orders, and the bound.
 
     Args:
-      sequence: a legal order; it defines the order of accesses to shared buffers.
-      start: an order to begin with, such as `pairing_order`'s; by default `sequence`.
-      effort: CP-SAT's deterministic time, roughly seconds.
+      sequence: a legal order, which defines the order of accesses to shared buffers.
+      start: an order to begin with, such as the order of `pairing_order`; by default `sequence`.
+      effort: CP-SAT's deterministic time. Its unit is roughly a second.
 
     Raises:
       TooLargeError: more than 250 instructions take time.
@@ -122,7 +130,7 @@ def exact_order(
 
 
 def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[int, bool]:
-    """A lower bound of the makespan in nanoseconds, and whether it is reached."""
+    """A lower bound of the makespan in nanoseconds, and whether a solution reaches this bound."""
     engine = cp_sat.CpSolver()
     engine.parameters.num_workers = 1
     engine.parameters.linearization_level = 2  # proves small bodies faster
@@ -145,7 +153,7 @@ def solver() -> Any:
 
 
 class _Best:
-    """The fastest order so far that fits into memory. The first one counts even if it does not fit."""
+    """The fastest order so far that fits into memory. The first order counts even if it does not fit."""
 
     def __init__(self, problem: Problem, costs: Mapping[Instruction, Cost], limits: Limits) -> None:
         self.problem, self.costs, self.limits = problem, costs, limits

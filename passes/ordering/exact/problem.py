@@ -4,7 +4,7 @@
     collective    from its start to its done, on its lane; a synchronous one blocks compute
     free          compute and a collective that may overlap in some legal order
 
-Instructions that take no time only connect the others; dependencies are followed through them.
+Instructions that take no time only connect other instructions. Dependencies are followed through them.
 """
 
 import enum
@@ -22,7 +22,8 @@ from dhelix.passes.ordering.order_rules import Limits, dependencies
 class Meeting(enum.Enum):
     """Ways in which a collective and compute overlap (`timeline.py`).
 
-    The collective began before the compute (RUNNING), with it (FIRST), or begins while it runs (SECOND).
+    The collective begins before the compute (RUNNING), together with the compute (FIRST), or while the compute runs
+    (SECOND).
     """
 
     RUNNING = "running"
@@ -36,7 +37,7 @@ class Compute:
 
     Attributes:
       place: index in the sequence.
-      seconds: time alone. For a loop that collectives may overlap with: the time of its compute.
+      seconds: time that it takes alone. For a loop that collectives may overlap with, this is the time of its compute.
       pause: seconds of the pause before it.
     """
 
@@ -47,7 +48,7 @@ class Compute:
 
     @property
     def loop(self) -> bool:
-        """Whether it is a loop, a call or a conditional."""
+        """Whether the instruction is a loop, a call or a conditional."""
         return self.instruction.opcode in CONTROL_FLOW
 
 
@@ -57,7 +58,7 @@ class Collective:
 
     Attributes:
       start, end: places of its start and its done in the sequence.
-      seconds: time alone, until the last of its GPUs is done.
+      seconds: time that it takes alone, until the last of its GPUs is done.
       blocks: whether it is synchronous, so that compute waits from its start to its end.
       launch: seconds for which compute pauses before it.
     """
@@ -72,7 +73,7 @@ class Collective:
 
 
 class Problem:
-    """One computation. `sequence` fixes the order of accesses to shared buffers (`dependencies`)."""
+    """The exact model's input for one computation. `sequence` fixes the order of accesses to shared buffers."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Problem:
         return not (ordered or collective.blocks)
 
     def rates(self, compute: Compute, collective: Collective, way: Meeting) -> tuple[float, float]:
-        """Rates of both while they overlap. A loop slows nothing and is not slowed."""
+        """Rates of compute and collective while the two overlap. A loop slows nothing and is not slowed."""
         if compute.loop:
             return 1.0, 1.0
         running = way is Meeting.RUNNING
@@ -153,22 +154,23 @@ class Problem:
         )
 
     def launched_before(self, collective: Collective) -> list[int]:
-        """Collectives of the same lane whose start precedes this one's in every legal order."""
+        """Collectives of the same lane whose start precedes the start of `collective` in every legal order."""
         before = self._before[collective.start]
         return [n for n, c in enumerate(self.collectives) if c.lane is collective.lane and before >> c.start & 1]
 
     def done_before(self, collective: Collective) -> list[int]:
-        """Collectives whose done precedes this one's start in every legal order."""
+        """Collectives whose done precedes the start of `collective` in every legal order."""
         return [n for n, c in enumerate(self.collectives) if self._before[collective.start] >> c.end & 1]
 
     def orders(
         self, begins: Sequence[int], ends: Sequence[int], issues: Sequence[int], dones: Sequence[int]
     ) -> list[list[Instruction]]:
-        """Two legal orders that approximate these begin and end times of compute and collectives.
+        """Two legal orders that approximate the given begin and end times of compute and collectives.
 
         A collective is launched before the first compute that ends after the collective begins. In the first order,
-        compute waits for a collective only if it depends on it. In the second, it also waits for each collective that
-        is done when it begins, which keeps the two apart. All other instructions are placed where they are needed.
+        compute waits for a collective only if the compute depends on it. In the second order, compute also waits for
+        each collective that is done when the compute begins. This keeps the two from overlapping. All other
+        instructions are placed where they are needed.
         """
         first = [min((b for b, e in zip(begins, ends, strict=True) if e > i), default=i) for i in issues]
         launched = [(at, 1, issue, c.start) for c, at, issue in zip(self.collectives, first, issues, strict=True)]

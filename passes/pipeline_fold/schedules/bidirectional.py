@@ -1,8 +1,9 @@
-"""The bidirectional pipeline: two strands from opposite ends, each with its own parameters. Evaluation only.
+"""The bidirectional pipeline: two strands from opposite ends, each with its own parameters. The executor does not run
+it.
 
-Even micro-batches enter at stage 0, odd ones at stage P - 1. The backward of one strand and the forward of the other
-cross the stages in the same direction. So a stage co-executes them, as in the W schedule. But stage d holds the layers
-of two linear layouts: parts d and P - 1 - d of the model.
+With P stages, even micro-batches enter at stage 0, and odd micro-batches enter at stage P - 1. The backward of one
+strand and the forward of the other strand cross the stages in the same direction. So a stage co-executes the two, as in
+the W schedule. But stage d holds the layers of two linear layouts: parts d and P - 1 - d of the model.
 
     P = 2, M = 6  tick   0    1    2    3    4    5    6    7
     stage 0, forward     F0   F1   F2   F3   F4   F5              F0, F2, F4 and B0, B2, B4: first half of the layers
@@ -10,10 +11,11 @@ of two linear layouts: parts d and P - 1 - d of the model.
     stage 1, forward     F1   F0   F3   F2   F5   F4
              backward              B0   B1   B2   B3   B4   B5
 
-The k-th micro-batch of a strand runs forward on the i-th stage of its way in tick 2k + i, and backward in tick 2k + 2P
+On the i-th stage of its way, the k-th micro-batch of a strand runs forward in tick 2k + i and backward in tick 2k + 2P
 - 1 - i. If P is odd, the second strand is one tick late, so that no stage has two forwards or two backwards in a tick.
 
-DHelix section 6.5 and figure 6b (arXiv 2411.15871): this pipeline fits only the smallest models into memory.
+According to DHelix section 6.5 and figure 6b (arXiv 2411.15871), this pipeline fits only the smallest models into
+memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, task
 
 
 def bidirectional(layers: int, stages: int, microbatches: int, costs: PipelineCosts) -> StagePrograms:
-    """The tasks of each stage; `evaluation.evaluate_programs` gives their cost. Raises DhelixError on bad counts."""
+    """The tasks of each stage; `evaluation.evaluate_programs` gives their cost. Raises DhelixError on wrong counts."""
     lengths = linear_layout(layers, stages).chunk_layers
     if microbatches < 1:
         raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")

@@ -39,7 +39,7 @@ def layout_of(name: str, layers: int, stages: int, chunks_per_stage: int = 2) ->
     """The layout that schedule `name` needs. Raises DhelixError for an unknown name, or if a chunk would be empty.
 
     Args:
-      chunks_per_stage: for the interleaved schedules; the others have a fixed number.
+      chunks_per_stage: number of chunks per stage of an interleaved schedule. Other schedules have a fixed number.
     """
     _check(name)
     if name == "1f1b":

@@ -1,6 +1,8 @@
-"""DualPipeV, the V variant of DualPipe on the folded layout: co-executes forward and backward of opposite direction.
+"""DualPipeV, the V variant of DualPipe on the folded layout.
 
-Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d runs, in order,
+A stage co-executes a forward and a backward that cross the stages in opposite directions.
+
+Stage d of P stages holds chunk d ("down") and chunk 2P - 1 - d ("up"). With M micro-batches, it runs, in this order:
 
     1   2 (P - 1 - d)       times   F down
     2   d + 1               times   F down, F up
@@ -10,16 +12,16 @@ Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d runs, in o
     6   d + 1               times   B up, B down
     7   P - 1 - d           times   B down
 
-In the first round of step 4, the last stage runs F down and B up separately, which shortens the bubble. The original
-splits some backwards into gradients of inputs and of weights, and fills bubbles with the latter. Our backward computes
-both at once, so these bubbles stay. A step with fewer than 2P micro-batches uses the schedule for 2P without the
-missing ones.
+In the first round of step 4, the last stage runs F down and B up separately. This shortens the bubble. The original
+schedule splits some backwards into gradients of inputs and gradients of weights, and fills bubbles with gradients of
+weights. The backward of dhelix computes both at once, so these bubbles stay. A step with fewer than 2P micro-batches
+uses the schedule for 2P micro-batches, without the missing micro-batches.
 
-Compared with the W schedule: the layout is the same, and forward and backward are co-executed as well, but they cross
-the stages in opposite directions. The bubble is shorter. Residuals need one chunk more. The schedule is not lockstep:
-one stage may co-execute while another goes one way only, so the program needs branches.
+The W schedule has the same layout and co-executes a forward and a backward, too. In the W schedule, the two cross the
+stages in the same direction. The bubble of DualPipeV is shorter, but its residuals need one chunk more. DualPipeV is
+not lockstep: one stage may co-execute while another stage goes one way only. So the program needs branches.
 
-Source: DeepSeek-AI's DualPipe, `dualpipev.py`; Sea AI Lab's "cut in half" of DualPipe.
+Sources: `dualpipev.py` in DeepSeek-AI's DualPipe, and the "cut in half" version of DualPipe by Sea AI Lab.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def dual_pipe_v(layout: Layout, microbatches: int) -> Schedule:
 
 
 def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
-    """The work of `stage`: `_steps` with micro-batch numbers and chunks."""
+    """The work of `stage` in order: the cells of `_steps`, with numbers of micro-batches and chunks."""
     chunks = (stage, 2 * stages - 1 - stage)
     forwards, backwards = ([count(), count()] for _ in range(2))
     return [
@@ -61,7 +63,7 @@ def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
 
 
 def _steps(stages: int, microbatches: int, stage: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yields what a stage does in each cell: (forward, backward), each DOWN, UP or None if it does not take place.
+    """Yields each cell of a stage as (forward, backward). Each of the two is DOWN, UP, or None for no such work.
 
     Comments number the steps as in the module's docstring.
     """

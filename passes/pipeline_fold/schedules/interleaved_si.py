@@ -1,8 +1,12 @@
-"""Interleaved SI: SI blocks as in W, on the layout of interleaved 1F1B, with at most half of W's bubble if P divides M.
+"""Interleaved SI: the SI blocks of the W schedule on the layout of interleaved 1F1B.
 
-As in interleaved 1F1B, micro-batches run through the v chunks of a stage in groups of P, forward and backward. There a
-stage goes one way per tick; here it goes both ways, in lockstep. Micro-batch m starts in tick t = vP (m div P) + m mod
-P. Its chunk c runs forward in tick t + c and backward in tick t + 2vP - 1 - c:
+An SI block co-executes a forward and a backward. P is the number of stages, M the number of micro-batches, and v the
+number of chunks per stage. If P divides M and v is at least 2, the bubble is at most half of W's.
+
+As in interleaved 1F1B, micro-batches run through the v chunks of a stage in groups of P, forward and backward. In
+interleaved 1F1B, a stage goes one way per tick. In interleaved SI, all stages go both ways in a tick, in lockstep.
+Micro-batch m starts in tick t = vP (m div P) + m mod P. Its chunk c runs forward in tick t + c and backward in tick t +
+2vP - 1 - c:
 
     P = 2, v = 2, M = 4    tick   0    1    2    3    4    5    6    7    8    9   10   11   12
     stage 0, forward            F0.0 F1.0 F0.2 F1.2 F2.0 F3.0 F2.2 F3.2
@@ -10,24 +14,26 @@ P. Its chunk c runs forward in tick t + c and backward in tick t + 2vP - 1 - c:
     stage 1, forward                 F0.1 F1.1 F0.3 F1.3 F2.1 F3.1 F2.3 F3.3
              backward                               B0.3 B1.3 B0.1 B1.1 B2.3 B3.3 B2.1 B3.1
 
-The results of a tick are used in the very next tick. If P does not divide M, the last group is a full one without the
+The results of a tick are used in the very next tick. If P does not divide M, the last group is a full group without the
 missing micro-batches.
 
-Cost: if P divides M, vP ticks go forward only, vM + P - 1 - vP ticks do both, and vP ticks go backward only. With
-chunks of equal cost the time is (vM + P - 1)(f + b), and a stage's own work is vM (f + b). The bubble is (P - 1) / (v
-M), as in interleaved 1F1B, but everything except the warm-up and cool-down runs as SI blocks. If P does not divide M,
-the bubble is at most W's.
+Cost: if P divides M, vP ticks go forward only, vM + P - 1 - vP ticks do both, and vP ticks go backward only. If all
+chunks have the forward time f and the backward time b, the step takes (vM + P - 1)(f + b), and a stage's own work takes
+vM (f + b). The bubble is (P - 1) / (v M), as in interleaved 1F1B. But all ticks except the warm-up and the cool-down
+are SI blocks. If P does not divide M, the bubble is at most W's.
 
-Residuals: forwards are (v + 1) P - 1 ticks ahead of their backwards on average. So stage 0 holds that many chunks, each
-1 / (v P) of the model. The other stages hold fewer, but run the same program. W needs 2P chunks of 1 / (2P):
+Residuals: forwards are (v + 1) P - 1 ticks ahead of their backwards on average. So stage 0 holds the residuals of (v +
+1) P - 1 chunks, each 1 / (v P) of the model. Other stages hold fewer, but have as many slots, because all stages run
+the same program. W needs the residuals of 2P chunks, each 1 / (2P) of the model:
 
     stages              2       4       8
     v = 2           1.25    1.375    1.44     times W's residuals
     v = 4           1.125    1.19    1.22
 
-Messages: a stage sends v per micro-batch and direction, because each tick ends with one; W sends two.
+Messages: a stage sends v messages per micro-batch and direction, because each tick ends with one message. In W, a stage
+sends two messages.
 
-This schedule combines DHelix section 4.1 (W without the fold) with interleaved 1F1B (`one_forward_one_backward.py`).
+Interleaved SI combines DHelix section 4.1 (W without the fold) with interleaved 1F1B (`one_forward_one_backward.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""1F1B and interleaved 1F1B, the schedules of Megatron-LM: the baselines for the fold.
+"""1F1B and interleaved 1F1B, the schedules of Megatron-LM. They are the baselines for the fold.
 
-1F1B, linear layout: stage d first runs P - d forwards, then alternates. The forward of micro-batch m is in tick 2m + d
-of stage d and its backward in tick 2m + 2P - 1 - d. So each cell holds a forward or a backward:
+P is the number of stages, and M the number of micro-batches.
+
+1F1B uses the linear layout. Stage d first runs P - d forwards. Then it alternates between a backward and a forward. On
+stage d, the forward of micro-batch m is in tick 2m + d, and the backward is in tick 2m + 2P - 1 - d. So each cell holds
+a forward or a backward:
 
     P = 3, M = 4      0    1    2    3    4    5    6    7    8    9   10   11
     stage 0          F0        F1        F2   B0   F3   B1        B2        B3
@@ -10,7 +13,7 @@ of stage d and its backward in tick 2m + 2P - 1 - d. So each cell holds a forwar
 
 Interleaved 1F1B gives each stage v chunks. This shortens the bubble to (P - 1) / (v M), at the price of more messages
 and more residuals. Micro-batches run through the chunks in groups of P. Stage d starts with (v - 1) P + 2 (P - 1 - d) +
-1 forwards. If P does not divide M, the last group is a full one without the missing micro-batches.
+1 forwards. If P does not divide M, the last group is a full group without the missing micro-batches.
 
 Neither schedule is lockstep: a stage runs only its own work. Neighbours rendezvous when they exchange messages, so both
 should do equal work between two rendezvous:
@@ -20,7 +23,7 @@ should do equal work between two rendezvous:
 
 If P divides M, a stage waits only for messages that it needs.
 
-Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ def _check_microbatches(microbatches: int) -> None:
 
 
 def _order(layout: Layout, microbatches: int, stage: int) -> list[Pair]:
-    """The work of `stage` in order, with the last group of micro-batches filled up."""
+    """The work of `stage` in order. The last group of micro-batches is filled up."""
     stages, chunks = layout.stages, layout.chunks_of(stage)
     groups = range(0, microbatches, stages)
     forwards = [(first + m, chunk) for first in groups for chunk in chunks for m in range(stages)]

@@ -1,8 +1,9 @@
 """The W schedule on the folded layout: both strands cross the stages in the same direction and are co-executed there.
 
-A new micro-batch starts every two ticks. Chunk c of micro-batch m runs forward in tick 2m + c and backward in tick 2m +
-4P - 1 - c. Stage s holds chunks s and 2P - 1 - s. In the steady phase it runs one forward and one backward per tick, of
-different micro-batches and different chunks:
+P is the number of stages, and M the number of micro-batches. A new micro-batch starts every two ticks. Chunk c of
+micro-batch m runs forward in tick 2m + c and backward in tick 2m + 4P - 1 - c. Stage s holds chunks s and 2P - 1 - s.
+In the steady phase, a stage runs one forward and one backward per tick. The two belong to different micro-batches and
+different chunks:
 
     P = 2, M = 4     tick   0    1    2    3    4    5    6    7    8    9   10   11   12   13
     stage 0, forward     F0.0      F1.0 F0.3 F2.0 F1.3 F3.0 F2.3      F3.3
@@ -10,19 +11,22 @@ different micro-batches and different chunks:
     stage 1, forward          F0.1 F0.2 F1.1 F1.2 F2.1 F2.2 F3.1 F3.2
              backward                             B0.2 B0.1 B1.2 B1.1 B2.2 B2.1 B3.2 B3.1
 
-The results of a tick are used in the very next tick. If t + s is even in tick t, stage s computes its chunk s forward
-and its chunk 2P - 1 - s backward, and sends both results down. If t + s is odd, both results go up.
+The results of a tick are used in the very next tick. If t + s is even, stage s in tick t computes its chunk s forward
+and its chunk 2P - 1 - s backward. It sends both results down, to the next stage. If t + s is odd, stage s computes
+chunk 2P - 1 - s forward and chunk s backward. It sends both results up, to the previous stage. The last stage keeps the
+results that would go down.
 
-Lockstep: 2P ticks go forward only, 2M - 2 ticks do both, 2P ticks go backward only. A stage without work of its own
-computes along, masked. With chunks of equal cost the time is (2P + 2M - 2)(f + b), and a stage's own work is 2M (f +
-b). The bubble is (P - 1) / M, as in 1F1B (the paper prints p / (m - 1)).
+The schedule is lockstep: 2P ticks go forward only, 2M - 2 ticks do both, and 2P ticks go backward only. A stage without
+work of its own computes along, and its results are masked. If all chunks have the forward time f and the backward time
+b, the step takes (2P + 2M - 2)(f + b), and a stage's own work takes 2M (f + b). The bubble is (P - 1) / M, as in 1F1B
+(the paper prints p / (m - 1)).
 
-Residuals: when chunk c of a micro-batch starts, 2P - c micro-batches of that chunk are live. So stage s holds 2P - s of
-its first chunk and s + 1 of its second one. A hand-over within the tick saves one. Every stage needs 2P slots, or 2P +
-1 without the hand-over. That is as much as P micro-batches of a whole stage, which is what 1F1B needs on its first
-stage.
+Residuals: when chunk c of a micro-batch starts, 2P - c micro-batches of that chunk are live. So stage s holds the
+residuals of 2P - s micro-batches for its first chunk, and of s + 1 micro-batches for its second chunk. A hand-over
+within the tick saves one slot. So every stage needs 2P slots, or 2P + 1 without the hand-over. 2P slots hold the
+residuals of P micro-batches of a whole stage. This is what 1F1B needs on its first stage.
 
-DHelix section 4.1, figures 7 and 8 (arXiv 2411.15871).
+Source: DHelix section 4.1, figures 7 and 8 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ def w_schedule(layout: Layout, microbatches: int, *, reuse_within_tick: bool = T
     """The W schedule on a folded layout (`layouts.fold_layout`).
 
     Args:
-      reuse_within_tick: lets a forward take the slot that the backward of the same tick frees.
+      reuse_within_tick: whether a forward may take the slot that the backward of the same tick frees.
 
     Raises:
       DhelixError: the layout is not folded, or there is no micro-batch.

@@ -1,22 +1,26 @@
-"""ZB-V (zero-bubble V): the folded layout, with each backward in two parts, so that one of them can fill bubbles.
+"""ZB-V (zero-bubble V): a schedule on the folded layout. Each backward has two parts, and one part can fill bubbles:
 
     D   gradients of a chunk's inputs: the previous stage waits for them
     W   gradients of its weights: nobody waits for them, so they run when the stage would be idle
 
-Evaluation only: the executor's backward computes both at once. The order of work is found greedily, by simulating the
-stages in time. A free stage runs the first of these that can start:
+The executor does not run ZB-V, because its backward computes both parts at once. A simulation of the stages in time
+finds the order of work greedily. F is a forward, P the number of stages, and M the number of micro-batches. A free
+stage runs the first of these steps that can start:
 
     1   D of the lowest micro-batch                      others wait for it
     2   F of the second chunk, then F of the first one   unless P micro-batches are on the stage, 1F1B's memory
     3   W of the oldest D
 
-The order depends on the times, and the greedy order for the given costs is not always the shortest. So orders for a few
-other times and the order of the W schedule are tried, too, and the best is taken. The bubble is therefore never more
-than 1F1B's. With F = D = W and P a divisor of M it is (P - 1) / (6 M), the least possible: the last stage starts P - 1
-forwards late and is never idle again.
+The greedy order depends on the times of F, D and W. The order for the given times is not always the fastest. So
+`zero_bubble_v` also tries orders for a few other times and the order of the W schedule, and takes the best order.
+Therefore the bubble is never larger than the bubble of 1F1B. If F, D and W take the same time and P divides M, the
+bubble is (P - 1) / (6 M). This is the least possible bubble: the last stage starts P - 1 forwards late and is never
+idle again.
 
-A stage frees residuals after W. Qi et al., Pipeline Parallelism with Controllable Memory, section on V-shaped schedules
-(ZB-V), and Qi et al., Zero Bubble Pipeline Parallelism.
+A stage frees the residuals of a chunk after W.
+
+Sources: Qi et al., Pipeline Parallelism with Controllable Memory, section on V-shaped schedules (ZB-V), and Qi et al.,
+Zero Bubble Pipeline Parallelism.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from dhelix.passes.pipeline_fold.schedules.w_schedule import w_schedule
 from dhelix.passes.pipeline_fold.simulation import makespan
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task
 
-# Further times of F, D and W to derive orders from; each is good for some pipelines.
+# Other times of F, D and W from which orders are made. Each of them gives good orders for some pipelines.
 _TRIED = ((1, 1, 1), (2, 2, 1), (2, 3, 2), (3, 4, 2))
 
 
@@ -62,7 +66,7 @@ def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> St
 
 
 def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[list[_Step]]:
-    """The order of each stage if every F, D and W takes the times `tried`."""
+    """The order of each stage if F, D and W take the times `tried`."""
     times = dict(zip("FDW", tried, strict=True))
     stages = [_Stage(layout, microbatches, stage) for stage in range(layout.stages)]
     reads = functools.cache(functools.partial(_reads, layout.chunks - 1))
@@ -85,7 +89,7 @@ def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[lis
 
 
 class _Stage:
-    """The work of a stage so far, in order; it is busy until `free_at`."""
+    """The work of a stage so far, in order. The stage is busy until `free_at`."""
 
     def __init__(self, layout: Layout, microbatches: int, stage: int) -> None:
         self.order: list[_Step] = []
@@ -119,7 +123,10 @@ class _Stage:
 
 
 def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
-    """The W schedule with backwards split into D and W, before the forward of the tick, which needs the free slot."""
+    """The order of each stage in the W schedule, with each backward split into D and W.
+
+    D and W come before the forward of the same tick, because the forward needs the slot that W frees.
+    """
     orders: list[list[_Step]] = [[] for _ in range(layout.stages)]
     for tick in w_schedule(layout, microbatches).ticks:
         for order, cell in zip(orders, tick, strict=True):
@@ -141,7 +148,7 @@ def _reads(last: int, step: _Step) -> tuple[_Step, ...]:
 
 
 def _times_of(layout: Layout, times: dict[str, Fraction], costs: PipelineCosts) -> dict[tuple[str, int], Fraction]:
-    """Time by kind and chunk."""
+    """The time of a step, by kind and chunk."""
     time_of = {
         (kind, chunk): layers * time for kind, time in times.items() for chunk, layers in enumerate(layout.chunk_layers)
     }
