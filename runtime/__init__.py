@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Keeps `dhelix.runtime.deviceless` working, the name of `dhelix.deviceless` in version 0.1."""
+    """Returns `dhelix.deviceless` for its old name, `dhelix.runtime.deviceless`. Version 0.1 used the old name."""
     if name != "deviceless":
         raise AttributeError(f"module 'dhelix.runtime' has no attribute {name!r}")
     return importlib.import_module("dhelix.runtime.compiler.deviceless")

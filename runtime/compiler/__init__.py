@@ -1,1 +1,1 @@
-"""The layer between JAX and XLA: lowering to HLO and back, compiler hooks, deviceless compilation, memory needs."""
+"""Connects the passes with JAX and XLA: programs as HLO, compiler hooks, deviceless compilation, memory needs."""

@@ -1,17 +1,17 @@
-"""Reads and merges files of the choices that XLA's autotuner made on a GPU, for use in other compilations.
+"""Reads and merges files with the choices that XLA's autotuner made on a GPU. Other compilations can use the choices.
 
     XLA_FLAGS=--xla_gpu_dump_autotune_results_to=8b.pbtxt dhelix train --preset llama-8b ...     # on the GPU
     python -m dhelix.runtime.compiler.autotune_results h200.autotune.pbtxt 25b.pbtxt 8b.pbtxt    # merges two files
 
-A file is an `xla.autotuner.AutotuneCache` in text form. An entry names the backend for one instruction: cuBLASLt with
-an algorithm, Triton with tile sizes, or one of XLA's own emitters. XLA finds an entry by
+A file is an `xla.autotuner.AutotuneCache` in text form. Each entry names the chosen backend of one instruction:
+cuBLASLt with an algorithm, Triton with tile sizes, or one of XLA's own emitters. XLA finds an entry by
 
-- the device: a hash of compute capability, cores, clock, memory bandwidth and L2 size, but not of the name;
+- the device: a hash of its compute capability, cores, clock, memory bandwidth and L2 size, but not of its name;
 - the instruction: a hash of its HLO with types and layouts, without names and metadata;
-- the versions of the backends (Triton's commit, cuBLAS's number). An entry misses if the version of its chosen backend
-  differs; versions of the other backends do not matter.
+- the versions of the backends (Triton's commit, cuBLAS's number). XLA does not use an entry if the version of the
+  entry's backend differs. The versions of other backends do not matter.
 
-Merged files have one entry per line, sorted. The same dumps therefore give the same bytes, and diffs are readable.
+Merged files have one entry per line, in sorted order. So the same dumps give the same bytes, and diffs are readable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SCOPE = re.compile(r'^\w+_scope: ".*"$|^#.*$', re.MULTILINE)
 
 
 def merge(texts: Mapping[str, str]) -> str:
-    """Merges several texts. If entries have the same device, instruction and versions, the last one wins.
+    """Merges several texts. Of entries with the same device, instruction and versions, the last is kept.
 
     Args:
       texts: the texts by name, usually a file name. Error messages use the name.
@@ -58,7 +58,7 @@ def merge(texts: Mapping[str, str]) -> str:
 
 
 def merged(files: Iterable[Path]) -> str:
-    """`merge` applied to files. Raises DhelixError like `merge`, and if a file cannot be read."""
+    """Merges files as `merge` merges texts. Raises DhelixError as `merge` does, and if a file cannot be read."""
     texts = {}
     for path in files:
         try:
@@ -70,10 +70,11 @@ def merged(files: Iterable[Path]) -> str:
 
 @functools.cache
 def file() -> Path | None:
-    """The shipped results, overridden by those that `dhelix profile` wrote next to the user's profiles; None if none.
+    """Returns a file with all known autotuning results, or None if there are none.
 
-    The results of all GPUs are in one file, because XLA reads only the first file that a process names. Raises
-    DhelixError like `merged`.
+    The file contains the shipped results and the results that `dhelix profile` wrote next to the user's profiles. The
+    latter override the former. The results of all GPUs are in one file, because XLA reads only the first file that a
+    process names. Raises DhelixError as `merged` does.
     """
     folders = (SHIPPED, storage.users_file("", "").parent)
     found = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
@@ -91,7 +92,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Command line: merges the files `IN ...` into OUT. An IN may be OUT itself."""
+    """Runs the command line `OUT IN ...`: merges the files IN into the file OUT. OUT may be one of the files IN."""
     if len(arguments) < 2:
         raise SystemExit(
             "usage: python -m dhelix.runtime.compiler.autotune_results OUT IN [IN ...]; later files override earlier "

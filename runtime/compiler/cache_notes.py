@@ -1,7 +1,7 @@
-"""Small files next to JAX's compilation cache that hold facts about a step, for runs that load the step from the cache.
+"""Reads and writes small files in the folder of JAX's compilation cache.
 
-Other processes write to the same folder concurrently and may leave incomplete files, so damaged files count as missing.
-Only local cache folders are supported.
+The files hold facts about a step, for runs that load the step from the cache. Other processes write to the same folder
+concurrently and may leave incomplete files, so damaged files count as missing. Only local cache folders are supported.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ _LARGEST = 64 << 20  # bytes
 
 
 def path_of(name: str) -> Path | None:
-    """Path of the file with this name; None without a local compilation cache."""
+    """The path of the file with this name; None if there is no local compilation cache."""
     folder = jax.config.jax_compilation_cache_dir
     return Path(folder) / "dhelix" / name if folder and "://" not in str(folder) else None
 
 
 def write(name: str, content: str | bytes) -> None:
-    """Writes the file atomically; does nothing if that is impossible. Text stays readable; bytes get a checksum."""
+    """Writes the file atomically, or does nothing if that is impossible. Only bytes get a checksum, text does not."""
     path = path_of(name)
     if path is None:
         return
@@ -39,13 +39,13 @@ def write(name: str, content: str | bytes) -> None:
 
 
 def read(name: str) -> str | None:
-    """Text of the file; None if it does not exist. Raises OSError, UnicodeDecodeError or DhelixError if unreadable."""
+    """The text of the file; None if it does not exist. Raises OSError, UnicodeDecodeError or DhelixError."""
     data = _read(name)
     return None if data is None else data.decode()
 
 
 def read_bytes(name: str) -> bytes | None:
-    """Bytes of the file; None if it is missing or its checksum is wrong. Raises OSError or DhelixError."""
+    """The bytes of the file; None if it is missing or has a wrong checksum. Raises OSError or DhelixError."""
     data = _read(name)
     if data is None or hashlib.sha256(data[32:]).digest() != data[:32]:
         return None

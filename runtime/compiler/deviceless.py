@@ -1,12 +1,13 @@
-"""Compiles for GPUs on a machine that has none.
+"""Compiles programs for GPUs on a machine that has no GPU.
 
     deviceless.prepare_environment()                   # before JAX looks for devices
     mesh = deviceless.mesh({"dp": 2, "tp": 4})         # 8 H200s that this machine does not have
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct(..., sharding=NamedSharding(mesh, ...)))
     compiled = deviceless.compile(lowered)             # as_text(), memory_analysis(): those of the GPU
 
-The CUDA plugin compiles for a described target instead of an attached device. It runs no kernels, so it cannot tune.
-It reads the choices that XLA's autotuner made on a real GPU from a file (`autotune_results`):
+JAX's CUDA plugin compiles for a described target instead of an attached device. It cannot run kernels, so it cannot
+tune fusions and products. Instead, it reads the choices that XLA's autotuner made on a real GPU from a file
+(`autotune_results`):
 
                                        result known      result unknown
     matrix product                     as on the GPU     cuBLASLt, which picks the algorithm itself
@@ -40,8 +41,8 @@ _GPUS_PER_HOST = 8
 _INSTALL = "pip install 'dhelix[compile]'"
 _LOAD = "xla_gpu_load_autotune_results_from"
 COMPILER_OPTIONS: Mapping[str, str | int | bool] = {
-    # There is no device to time kernels on. Above 0, XLA would also look up all other fusions and compile the unknown
-    # ones one by one. It would also apply untuned.pbtxt to library calls and crash.
+    # There is no device to time kernels on. Above level 0, XLA would also look up all other fusions, and compile
+    # unknown fusions one by one. It would also apply untuned.pbtxt to library calls and crash.
     "xla_gpu_autotune_level": 0,
     "xla_candidate_configs_file": str(autotune_results.SHIPPED / "untuned.pbtxt"),
 }
@@ -52,10 +53,10 @@ class DevicelessError(DhelixError):
 
 
 def prepare_environment() -> None:
-    """Lets the CUDA plugin load without a GPU. Call it before JAX looks for devices. With GPUs it does nothing.
+    """Lets the CUDA plugin load on a machine without GPUs. Call this function before JAX looks for devices.
 
-    Without this call, an installed plugin reports missing libraries on a machine without GPUs and cannot compile.
-    JAX_PLATFORMS=cpu has the same effect as this call.
+    Without this call, the plugin reports missing libraries on such a machine, and cannot compile. JAX_PLATFORMS=cpu has
+    the same effect as this call. On a machine with GPUs, the call does nothing.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -67,14 +68,17 @@ def targets() -> list[str]:
 
 
 def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyDescription:
-    """Describes GPUs that this machine need not have; `.devices` lists them slice by slice and host by host.
+    """Returns a description of GPUs that this machine need not have.
+
+    Its attribute `devices` lists the GPUs slice by slice and, in a slice, host by host.
 
     Args:
       target: one of `targets()`, or the path of a file with XLA's `GpuTargetConfigProto` in text form.
-      shape: slices x hosts per slice x GPUs per host. NVLink connects the GPUs of a slice.
+      shape: the numbers of slices, hosts per slice and GPUs per host, such as "1x1x4". NVLink connects the GPUs of a
+        slice.
 
     Raises:
-      DevicelessError: unknown target, malformed shape, or no CUDA plugin.
+      DevicelessError: the target is unknown, the shape is malformed, or there is no CUDA plugin.
     """
     sizes = shape.split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
@@ -91,16 +95,16 @@ def mesh(
     shape: str | None = None,
     axis_type: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """A mesh over GPUs that this machine need not have. The last axis spans neighbouring GPUs.
+    """Returns a mesh of GPUs that this machine need not have. The last axis spans neighbouring GPUs.
 
     Args:
       axes: size of each axis by name, outermost first: `{"dp": 2, "tp": 4}`.
       target: as in `topology`.
-      shape: as in `topology`; by default one slice of hosts with at most 8 GPUs each.
+      shape: as in `topology`. The default is one slice of hosts with at most 8 GPUs each.
       axis_type: the type of all axes.
 
     Raises:
-      DevicelessError: as in `topology`, or `axes` and `shape` have different numbers of GPUs.
+      DevicelessError: `axes` and `shape` have different numbers of GPUs, or `topology` raises this error.
     """
     count = int(np.prod(list(axes.values())))
     if shape is None:
@@ -114,25 +118,28 @@ def mesh(
 
 
 def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
-    """Compiles a program for devices of `topology`, with the GPU's own choices for matrix products if they are known.
+    """Compiles a program for devices of `topology`.
+
+    For matrix products, XLA uses the choices that its autotuner made on a real GPU, if they are known.
 
     Args:
-      lowered: result of `.lower` with arguments sharded over a mesh of such devices.
-      options: XLA options without dashes, for example `xla_gpu_enable_latency_hiding_scheduler=True`. They
-        override XLA_FLAGS and COMPILER_OPTIONS.
+      lowered: result of `.lower` with arguments that are sharded over a mesh of such devices.
+      options: XLA options without leading dashes, such as `xla_gpu_enable_latency_hiding_scheduler=True`. They override
+        XLA_FLAGS and COMPILER_OPTIONS.
     """
     return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
 
 
 def are_attached(devices: Sequence[Any]) -> bool:
-    """Whether this process can run on these devices, as opposed to devices that `topology` describes."""
+    """Whether this process can run programs on these devices. False for devices that `topology` describes."""
     return bool(devices) and devices[0] in jax.devices()
 
 
 def results_option() -> dict[str, str]:
-    """The XLA option that loads the known autotuning results; empty if there are none or XLA_FLAGS name a file.
+    """Returns the XLA option that loads the known autotuning results.
 
-    XLA reads the file at the first compilation that has this option and uses it in all later ones of the process.
+    The result is empty if there are no results, or if XLA_FLAGS already names a file. XLA reads the file at the first
+    compilation that has this option, and uses it in all later compilations of the process.
     """
     file = autotune_results.file()
     return {} if file is None or _LOAD in os.environ.get("XLA_FLAGS", "") else {_LOAD: str(file)}

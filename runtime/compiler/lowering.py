@@ -1,14 +1,15 @@
 """Reads the HLO of a `jax.stages.Lowered` and replaces its program with a changed one.
 
 How `with_hlo` replaces the program:
-1. jaxlib's converter turns the HLO into StableHLO, parsed into the MLIR context of the original module.
+1. jaxlib's converter turns the HLO into StableHLO, which is parsed into the MLIR context of the original module.
 2. `dhelix.passes.hlo.shardy_import` rebuilds Shardy's operations, which HLO holds as custom calls.
-3. Graft. The converter loses facts that belong to JAX rather than to the program: donation, shardings, memory kinds and
-   layouts of arguments and results, and the number of partitions. They are attributes of the module and of its `main`.
-   `main` must keep its signature, so they are copied from the original.
+3. Attributes are grafted: copied from the original module. The converter loses facts that belong to JAX rather than to
+   the program: donation, shardings, memory kinds and layouts of arguments and results, and the number of partitions.
+   These facts are attributes of the module and of its function `main`. Passes must keep the signature of `main`, so the
+   attributes still fit.
 
-docs/design/programs.md lists what a round trip keeps and what it loses; tests/runtime/compiler/test_lowering.py checks
-it.
+docs/design/programs.md lists what a round trip from StableHLO to HLO and back keeps, and what it loses.
+tests/runtime/compiler/test_lowering.py checks this list.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
 
 
 def module_name(lowered: jax.stages.Lowered) -> str:
-    """Name of the program, by which the compiler hooks identify it. Fast: unlike `hlo_bytes` it converts nothing."""
+    """The program's name, by which compiler hooks identify it. Unlike `hlo_bytes`, the function converts nothing."""
     return symbol_name(jax_compat.stablehlo_module(lowered).operation)
 
 
 def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
-    """The scheduled program that XLA made, read from its proto, because its text does not always parse again.
+    """The scheduled program that XLA made. It is read from its proto, because its text does not always parse again.
 
-    Raises DhelixError if the executable does not provide its HLO, for example one from another runtime's cache.
+    Raises DhelixError if the executable does not provide its HLO. For example, this may happen for an executable that
+    another runtime stored in the cache.
     """
     try:
         executable: Any = compiled.runtime_executable()
@@ -55,26 +57,26 @@ def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
 
 
 def device_count(lowered: jax.stages.Lowered) -> int:
-    """How many devices the program runs on."""
+    """The number of devices that the program runs on."""
     attributes = jax_compat.stablehlo_module(lowered).operation.attributes
     names = ("mhlo.num_partitions", "mhlo.num_replicas")
     return math.prod(ir.IntegerAttr(attributes[name]).value for name in names if name in attributes)
 
 
 def with_hlo(lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None) -> jax.stages.Lowered:
-    """A `Lowered` that compiles the changed module and is otherwise like `lowered`, which is not modified.
+    """Returns a copy of `lowered` with another program. `lowered` itself does not change.
 
     Args:
       lowered: result of `jax.jit(f).lower(...)`.
-      new_bytes: serialized `HloModuleProto` with the same entry signature (types and order of parameters
-        and results). Sharding, donation, layout and memory kind of arguments and results always come from
-        `lowered`; those of the module are ignored.
+      new_bytes: the new program, as a serialized `HloModuleProto`. Its entry signature (types and order of parameters
+        and results) must be the same. Sharding, donation, layout and memory kind of arguments and results always come
+        from `lowered`; the module's own are ignored.
       module_name: new name of the module; None keeps the name. HLO passes see the name, and it is part of the key
         of JAX's persistent compilation cache.
 
     Raises:
       LoweringError: the bytes are not an HLO module, or the entry signature changed.
-      ShardyImportError: the changed module no longer has complete HLO form of a shard_map.
+      ShardyImportError: a pass took apart the custom calls that represent a shard_map.
     """
     original = jax_compat.stablehlo_module(lowered)
     with original.context, ir.Location.unknown(original.context):
@@ -120,7 +122,10 @@ def _graft_attributes(original: ir.Module, changed: ir.Module) -> None:
 
 
 def _graft_meshes(original: ir.Module, changed: ir.Module) -> None:
-    """Copies the meshes of `original`, which hold JAX's own attributes, and keeps meshes that only `changed` has."""
+    """Replaces meshes in `changed` by the meshes of `original`, which have JAX's own attributes.
+
+    Meshes that only `changed` has are kept.
+    """
     old = {symbol_name(op): op for op in _meshes(original)}
     for op in _meshes(changed):
         if symbol_name(op) in old:

@@ -1,13 +1,13 @@
-"""Memory that a step needs on one GPU, estimated before compilation or reported by the compiler.
+"""Finds how much memory a step needs on one GPU: an estimate before compilation, or the compiler's own number.
 
     plain = memory_need.of_module(scheduled)       # the plain step, as XLA schedules it (`step/plain_step.py`)
     limit = plain.allowed()                        # 2.5 % more than the plain step needs, arguments included
     memory_need.of_compiled(compiled).total        # of the interleaved step, to compare with the limit
 
-Interleaving may take at most 3 % more memory than the plain step (DHelix section 6, arXiv 2411.15871). Only XLA knows
-how much the plain step takes, and compiling it fully would cost as much again as compiling the step. The plain step's
-schedule is enough (`runtime/compiler/scheduled_only.py`): its peak by live ranges is within 1 % of XLA's allocation.
-Half a percentage point of the 3 % is reserved for that difference.
+The interleaved step may take at most 3 % more memory than the plain step (DHelix section 6, arXiv 2411.15871). Only a
+compilation of the plain step tells exactly how much memory it takes, and this would double the compile time. Its
+schedule is enough for an estimate (`runtime/compiler/scheduled_only.py`): the peak by live ranges is within 1 % of
+XLA's allocation. Half a percentage point of the 3 % is reserved for this difference.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.order_rules import MEMORY_SLACK
 
 SLACK = MEMORY_SLACK - 0.005
-"""Fraction by which a step may exceed the plain step's memory by live ranges. The rest of the 3 % is for gaps."""
+"""Fraction by which a step may exceed the plain step's memory by live ranges.
+
+The rest of the 3 % is reserved for gaps between buffers, which live ranges do not show.
+"""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on one GPU.
+    """The bytes that a step needs on one GPU.
 
     Attributes:
       arguments: bytes of the arguments.
-      beside: temporaries, and results that do not reuse a donated argument.
+      beside: bytes of temporaries, and of results that do not reuse the memory of a donated argument.
     """
 
     arguments: int
@@ -41,19 +44,19 @@ class MemoryNeed:
         return self.arguments + self.beside
 
     def allowed(self, slack: float = SLACK) -> int:
-        """Bytes that another step may need in total: those of this step, and a fraction `slack` more."""
+        """The bytes that another step may need in total: (1 + `slack`) times the total of this step."""
         return int((1.0 + slack) * self.total)
 
 
 def of_module(module: HloModule) -> MemoryNeed:
-    """Memory of a scheduled module by live ranges, without gaps between buffers."""
+    """The memory of a scheduled module by live ranges, without gaps between buffers."""
     memory = Memory(module)
     return MemoryNeed(memory.arguments, memory.peak(module.entry, module.schedule[module.entry]))
 
 
 def of_compiled(compiled: jax.stages.Compiled) -> MemoryNeed:
-    """Memory as XLA allocates it on a GPU."""
+    """The memory that XLA allocates for a compiled step on one GPU."""
     found = compiled.memory_analysis()
-    assert found is not None  # GPU executables always report it
+    assert found is not None  # GPU executables always report their memory
     beside = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return MemoryNeed(found.argument_size_in_bytes, beside)

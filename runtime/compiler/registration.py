@@ -1,6 +1,6 @@
-"""Takes a lowered program through the compiler: sessions, compiler hooks, and reports that survive a cache hit.
+"""Runs passes while XLA compiles a lowered program: sessions, compiler hooks, and reports that survive a cache hit.
 
-A `Session` accompanies one lowered program until it is an executable. The order of use:
+A `Session` runs the passes for one lowered program until the program is an executable. It is used in this order:
 
     session = Session(manager, module, "jit_step")  # fingerprints the inputs, registers the hook on first use
     new = session.run_lowered()                     # LOWERED passes; None when they changed nothing
@@ -9,13 +9,14 @@ A `Session` accompanies one lowered program until it is an executable. The order
         executable = lowered.compile()              # XLA calls the hook: PRE_ and POST_SCHEDULER passes
     session.report()
 
-The hook is registered once per process, stage and platform, and serves all sessions. It finds its session by the marker
-in the module's name, and returns at once for modules without a marker. Registering starts JAX's backends, so nothing
-here runs at import or decoration: `jax.distributed.initialize()` works after both.
+The compiler hook is a function that XLA calls with each module. It is registered once per process, stage and platform,
+and serves all sessions. The hook finds the session by the marker in the module's name, and returns at once for modules
+without a marker. Registration initializes JAX's backends, and `jax.distributed.initialize()` must come before that. So
+nothing is registered at import or decoration.
 
 JAX's compilation cache does not know about passes. The marker in the module's name gives two plans for one program
-different cache entries. Reports are stored in the cache's folder too, because no pass runs after a cache hit. (Local
-cache folders only.)
+different cache entries. No pass runs after a cache hit, so reports are stored in the cache's folder, too. This works
+only for local cache folders.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _HOOK_STAGES = {
 GPU_PLATFORMS = ("cuda",)
 
 _lock = threading.RLock()
-_sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; weak, so sessions are freed with their owners
-_registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
+_sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; weak references, so only owners keep sessions alive
+_registered: dict[tuple[Stage, str], bool] = {}  # False: the process does not have this platform
 _temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # (part of the module name, transform)
 
 
@@ -66,9 +67,10 @@ def on() -> bool:
 
 
 def switched_off() -> str:
-    """Says what switches dhelix off; "" if nothing does.
+    """Returns a text that says what switches dhelix off; "" if dhelix is on.
 
-    JAX's NaN checks rerun a failing step operation by operation, which works only for programs that JAX lowered itself.
+    JAX's NaN checks switch dhelix off. They rerun a failing step operation by operation, and this works only for
+    programs that JAX lowered itself.
     """
     config = jax.config
     switches = {
@@ -82,11 +84,11 @@ def switched_off() -> str:
 
 
 class Session:
-    """Accompanies one lowered program until it is an executable.
+    """Runs the passes for one lowered program until the program is an executable.
 
     Attributes:
-      marker: fingerprint of the inputs, 16 hex digits.
-      module_name: the name that the program must be compiled under; includes the marker.
+      marker: fingerprint of the program, the passes and the profile, as 16 hex digits.
+      module_name: the name under which the program must be compiled. It includes the marker.
       compiles: whether the session is inside `compiling`.
     """
 
@@ -103,11 +105,11 @@ class Session:
         Args:
           manager: the passes to run.
           module: the lowered program as a serialized HloModuleProto, before any pass.
-          name: its name, such as "jit_step".
+          name: the program's name, such as "jit_step".
           profile: source of the passes' costs; part of the fingerprint.
-          platforms: where the hook runs. On "cpu" only POST_SCHEDULER runs: PRE_SCHEDULER comes after copy
-            insertion there, when restructuring loops is unsafe.
-          played: predicts the parts of a scheduled module's time, for the report.
+          platforms: platforms on which the hook runs. On "cpu", only POST_SCHEDULER passes run. There, XLA calls the
+            PRE_SCHEDULER hook after copy insertion, when it is not safe to change loops.
+          played: predicts how the time of a scheduled module is divided into parts, for the report.
         """
         self.manager = manager
         self.marker = manager.fingerprint(module, profile)
@@ -125,12 +127,12 @@ class Session:
                 register(stage, platforms)
 
     def run_lowered(self) -> bytes | None:
-        """Runs the LOWERED passes, once. Returns the new module, or None when nothing changed.
+        """Runs the LOWERED passes. Returns the new module, or None if nothing changed. May be called only once.
 
-        Reuses the result of an earlier process from next to the compilation cache if the inputs are byte-identical.
-        Results are stored only if no pass refused or failed, so every process reports refusals itself.
+        If an earlier process ran the same passes on an equal module, its result is read from the compilation cache's
+        folder. Results are stored there only if no pass refused or failed. So every process reports refusals itself.
         """
-        module, self._module = self._module, b""  # frees it: a program may hold constants of any size
+        module, self._module = self._module, b""  # frees the program, which may hold large constants
         name = f"{self.marker}_{fingerprint.of_all_but_id(module)}.lowered"
         if self.manager.dump_to is None and (known := self._known_lowered(name)) is not None:
             changed, self._stages[Stage.LOWERED] = known
@@ -164,7 +166,7 @@ class Session:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Wraps `lowered.compile()`. With `strict`, raises a pass's own error instead of the XLA error around it."""
+        """Wraps `lowered.compile()`. With `strict`, raises the error of a pass, not the XLA error that wraps it."""
         self._error, self.compiles = None, True
         try:
             yield
@@ -176,12 +178,12 @@ class Session:
             self.compiles = False
 
     def run_hook(self, stage: Stage, module: bytes) -> bytes | None:
-        """Runs the passes of `stage` when the compiler calls the hook. Raises only with `strict`."""
+        """Runs the passes of `stage` when the compiler calls the hook. Raises errors only if the manager is strict."""
         try:
             changed, found = self.manager.run(stage, module, fingerprint.module_name(module))
             if stage is Stage.POST_SCHEDULER:
                 found = self._with_parts(found, changed or module)
-            for session in _sessions_of(self.marker):  # they have the same inputs, so the same passes
+            for session in _sessions_of(self.marker):  # sessions with equal inputs have the same passes and results
                 session._stages[stage] = found
             self._store()
             return changed
@@ -196,7 +198,7 @@ class Session:
             return None
 
     def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
-        """Adds the scheduled step's predicted times. A failed prediction must not stop a job, so it is only logged."""
+        """Adds the scheduled step's predicted times. If the prediction fails, the error is only logged."""
         if self._played is None:
             return found
         start = time.perf_counter()
@@ -209,7 +211,7 @@ class Session:
         return dataclasses.replace(found, parts=parts, seconds=found.seconds + time.perf_counter() - start)
 
     def report(self, collective_fingerprint: str | None = None) -> Report:
-        """What the passes did in this process, or in an earlier one if the executable comes from the cache."""
+        """Reports what the passes did, in this process or in an earlier one whose executable the cache returned."""
         stored = self._stored()
         stages = []
         for stage in Stage:
@@ -226,12 +228,12 @@ class Session:
         return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
 
     def _store(self) -> None:
-        """Writes the hook stages' reports next to the compilation cache, if there is one."""
+        """Writes the reports of the hook's stages to the compilation cache's folder, if there is one."""
         stages = tuple(self._stages[s] for s in _HOOK_STAGES if s in self._stages)
         cache_notes.write(f"{self.marker}.json", Report(self.module_name, self.marker, stages).to_json())
 
     def _stored(self) -> dict[Stage, StageReport]:
-        """The stage reports stored next to the compilation cache; empty if they are missing or damaged."""
+        """The stage reports in the compilation cache's folder; empty if the file is missing or damaged."""
         name = f"{self.marker}.json"
         try:
             text = cache_notes.read(name)
@@ -248,7 +250,7 @@ class Session:
 
 
 def _sessions_of(marker: str) -> list[Session]:
-    """The sessions of one program; one that is compiling, if any, comes first."""
+    """The sessions with this marker. Sessions that are compiling come first."""
     with _lock:
         return sorted(_sessions.get(marker, ()), key=lambda session: not session.compiles)
 
@@ -275,7 +277,7 @@ def register(stage: Stage, platforms: Sequence[str]) -> None:
                     platforms=platform,
                 )
                 _registered[stage, platform] = True
-            except jax.errors.JaxRuntimeError as error:  # no such plugin
+            except jax.errors.JaxRuntimeError as error:  # this process does not have the platform's plugin
                 logging.vlog(1, "no %s hook on %s: %s", stage.value, platform, error)
                 _registered[stage, platform] = False
 
@@ -294,10 +296,11 @@ def clear() -> None:
 def temporary_hook(
     transform: Callable[[Stage, bytes], bytes | None], module_name: str, platforms: Sequence[str] = GPU_PLATFORMS
 ) -> Iterator[None]:
-    """Applies `transform` to compilations inside the context if the module's name contains `module_name`.
+    """Applies `transform` to modules that are compiled inside the context and whose name contains `module_name`.
 
-    `transform` runs after the passes of the module's session and after enclosing temporary hooks. The process-wide hook
-    calls it; nothing is unregistered in XLA, because unregistering a hook while another thread compiles crashes.
+    `transform` runs after the passes of the module's session, and after enclosing temporary hooks. The process-wide
+    hook calls `transform`, so nothing is unregistered in XLA. (If a hook is unregistered while another thread compiles,
+    the process crashes.)
     """
     for stage in _HOOK_STAGES:
         register(stage, platforms)

@@ -1,10 +1,10 @@
-"""The scheduled program that XLA makes, without compiling it to the end.
+"""Runs XLA only until it has scheduled a program, and returns the scheduled module.
 
     lowered --> XLA: partitioner, fusion, schedule --| stopped here |--> tuned kernels, code
 
-Stopping there takes about a tenth of a full compilation if nothing is tuned. Matrix products that tuning would give to
-Triton are then cuBLAS's. With `tuned=True` products are tuned as in a full compilation. On GPUs this takes as long as
-the tuning, but a later compilation of the same products finds them tuned.
+Without autotuning, this takes about a tenth of the time of a full compilation. Then matrix products for which tuning
+would choose Triton use cuBLAS. With `tuned=True`, XLA tunes products as in a full compilation. On GPUs, this takes as
+long as the tuning, but a later compilation of the same products finds them tuned.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.manager import Stage
 from dhelix.runtime.compiler import deviceless, lowering, registration
 
-# A lock, because two threads may schedule the same program, and each must receive its own module. Two locks, because
-# passes that run inside `at_schedule` may call `scheduled`.
+# The locks exist because two threads may schedule the same program, and each must receive its own module. There are two
+# locks because passes that run inside `at_schedule` may call `scheduled`.
 _lock, _at_schedule_lock = threading.Lock(), threading.Lock()
 
 
@@ -37,19 +37,20 @@ def scheduled(
     before: Callable[[bytes], bytes | None] = lambda module: None,
     tuned: bool = False,
 ) -> bytes | None:
-    """The scheduled module that XLA makes of `source`, serialized. Takes the time of XLA's passes.
+    """Returns the serialized scheduled module that XLA makes from `source`.
 
-    Returns None if XLA fails before it has a schedule; the error is not raised, since compiling the program raises it
-    too. Also returns None if hosts share binaries (`jax_share_binary_between_hosts`).
+    Returns None if XLA fails before it has a schedule. The function does not raise XLA's error, because a compilation
+    of the program raises it anyway. It also returns None if hosts share binaries (`jax_share_binary_between_hosts`).
 
     Args:
       lowered: the program that `source` comes from.
       source: a serialized module.
-      purpose: a word for the module's name.
-      before: called with the module at PRE_SCHEDULER; returns the changed module, or None to leave it unchanged.
-      tuned: tune products as a full compilation does.
+      purpose: a word that becomes part of the module's name.
+      before: function that is called with the module at the stage PRE_SCHEDULER. It returns the changed module, or None
+        to leave the module unchanged.
+      tuned: whether products are tuned as in a full compilation.
     """
-    if jax.config.jax_share_binary_between_hosts:  # other hosts would wait for the binary that is never made
+    if jax.config.jax_share_binary_between_hosts:  # other hosts would wait for a binary that is never made
         return None
     name = f"{fingerprint.unmark(fingerprint.module_name(source))}_{purpose}_{fingerprint.of_bytes(source)}"
     found: list[bytes] = []
@@ -71,10 +72,10 @@ def scheduled(
 
 
 def at_schedule(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> bytes | None:
-    """The module after the POST_SCHEDULER passes, serialized, when `lowered` is compiled with these options.
+    """Compiles `lowered` with these options up to the POST_SCHEDULER passes, and returns the serialized module.
 
-    Returns None if hosts share binaries (`jax_share_binary_between_hosts`). Raises what the compiler and the passes
-    raise.
+    Returns None if hosts share binaries (`jax_share_binary_between_hosts`). Errors of the compiler and the passes are
+    raised.
     """
     if jax.config.jax_share_binary_between_hosts:
         return None

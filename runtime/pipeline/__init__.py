@@ -1,1 +1,1 @@
-"""Executes a pipeline schedule (`dhelix.passes.pipeline_fold`) as one SPMD program. Start at `executor.py`."""
+"""Executes a pipeline schedule (`dhelix.passes.pipeline_fold`) as one SPMD program. Read `executor.py` first."""

@@ -5,19 +5,20 @@
       x, _ = lax.scan(layer, x, params.layers)     layer(context, x, weights)    -> x       once per layer
       return mean(cross_entropy(x @ params.head))  head(params, batch, x)        -> loss
 
-The function is traced once. The chain is the `lax.scan` over stacked parameters. Each part is the slice of the trace
-that computes the part's results. The model's code must only run its layers in one scan.
+The function is traced once. The chain of layers is the `lax.scan` over stacked parameters. Each part consists of the
+traced operations that compute the part's results. The only condition on the model's code is that one scan runs all
+layers.
 
 Contract:
-- The trace contains all layers of the model. The parts run with the layers of one stage.
-- `context` is what a layer reads besides its own weights (rotary tables, masks). It may depend on the batch, but on no
-  parameter.
-- Weights are the arrays that the scan iterates over. The code that makes them from the parameters (a cast, a split)
-  reads no batch and keeps layers apart.
-- Everything else raises a DhelixError of one line that names the obstacle: per-layer outputs that the head reads,
-  weights shared by all layers, random keys among the scan's xs, a scan in reverse.
-- If embedding and head both need a value, both compute it. The gradient is the sum of both parts, as in the
-  derivative of the whole function.
+- The trace contains all layers of the model. In the pipeline, each stage runs the parts with its own layers only.
+- `context` is what a layer reads besides its own weights, such as rotary tables and masks. It may depend on the batch,
+  but not on parameters.
+- Weights are the arrays that the scan iterates over. The code that makes weights from the parameters (a cast, a split)
+  does not read the batch and does not mix layers.
+- For any other function, `take_apart` raises a DhelixError of one line that names the obstacle. Obstacles are per-layer
+  outputs that the head reads, weights that all layers share, random keys among the scan's xs, and a scan in reverse.
+- If embedding and head both need a value, each of them computes it. The value's gradient is the sum of the gradients
+  from both parts, as in the derivative of the whole function.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class Chain:
-    """The parts of a loss function, on flat lists of arrays.
+    """The parts of a loss function. Arguments and results of the parts are flat lists of arrays.
 
     Attributes:
-      layer_leaves: indices of the parameters (in the order of the leaves) from which the layers' weights are made.
+      layer_leaves: indices of the parameters from which the layers' weights are made.
       end_leaves: indices of the parameters that embedding and head read.
       prepare: (the layers' parameters, stacked) -> the scan's stacked weights.
-      casts: for each stack of weights, the index of its parameter; the stack is that parameter or a cast of it. Empty
-        if stacks and layers' parameters do not correspond one to one.
+      casts: for each stack of weights, the index of its parameter among the layers' parameters. The stack is that
+        parameter or a cast of it. Empty if stacks and parameters do not correspond one to one.
       context: (batch) -> what every layer reads besides its weights.
       context_of_batch: whether `context` differs from micro-batch to micro-batch.
-      embed: (end parameters, batch) -> what the first layer reads.
+      embed: (end parameters, batch) -> the x that the first layer reads.
       layer: (context, x, one layer's weights) -> x.
       head: (end parameters, batch, x) -> the outputs of the loss function.
-      state: shapes of x. Loop-carried random keys are represented by their key data.
+      state: shapes of x, the values that one layer passes to the next. Random keys among them have the shape of their
+        key data.
       weights: shapes of the scan's stacked weights.
       length: number of layers that the scan runs over.
     """
@@ -77,26 +79,31 @@ class Chain:
 
 
 def trace(function: Callable[..., Sequence[Any]], params: Sequence[Any], batch: Sequence[Any]) -> Any:
-    """Traces `function(*params, *batch)`, which returns a flat list with the loss first.
+    """Traces `function(*params, *batch)`, and inlines calls that contain a scan.
 
     Args:
-      params: the parameters, arrays or shapes.
-      batch: one micro-batch and all other arguments that are no parameters, arrays or shapes.
+      function: returns a flat list whose first element is the loss.
+      params: the parameters, as arrays or shapes.
+      batch: one micro-batch and all other arguments that are not parameters, as arrays or shapes.
     """
     return _inline_calls(jax.make_jaxpr(function)(*params, *batch))
 
 
 def take_apart(jaxpr: Any, parameters: int) -> Chain:
-    """Returns the chain in a `trace` whose first `parameters` arguments are the parameters.
+    """Splits a traced function into the parts of a chain.
+
+    Args:
+      jaxpr: the result of `trace`.
+      parameters: number of parameters, which are the first arguments of the traced function.
 
     Raises:
-      DhelixError: the function is no chain of equal layers.
+      DhelixError: the function is not a chain of equal layers.
     """
     return _Cut(jaxpr, parameters).chain()
 
 
 class _Cut:
-    """One traced loss function, with the dependencies of its variables."""
+    """Splits one traced loss function, and checks that it can be split."""
 
     def __init__(self, jaxpr: Any, parameters: int):
         self.jaxpr = jaxpr
@@ -158,7 +165,7 @@ class _Cut:
         return tuple(layer_params.index(var) for var in sources)
 
     def _find_scan(self) -> Any:
-        """The scan over stacked parameters; there must be exactly one."""
+        """The scan over stacked parameters. Raises DhelixError unless there is exactly one."""
         loops = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
         sizes = [self._parameter_bytes(eqn) for eqn in loops]
         if not loops or not max(sizes):
@@ -175,7 +182,8 @@ class _Cut:
 
     def _parameter_bytes(self, eqn: Any) -> int:
         stacks = [v for v in eqn.invars[sum(_consts_and_carries(eqn)) :] if not isinstance(v, jex_core.Literal)]
-        # Results of other loops do not count as parameters: a head may scan over pieces of the last layer's result.
+        # Parameters that reach a stack only through other loops do not count. For example, a head may scan over pieces
+        # of the last layer's result.
         made = [var for loop in self.jaxpr.eqns if loop.primitive.name == "scan" for var in loop.outvars]
         used = self._reads(stacks, stop=made)
         return sum(v.aval.size * v.aval.dtype.itemsize for v in self.params if v in used)
@@ -206,7 +214,7 @@ class _Cut:
             )
 
     def _check_preparation(self) -> None:
-        """Refuses weights that mix layers: a stage has only the parameters of its own layers."""
+        """Raises DhelixError if a layer's weights may depend on other layers' parameters, which other stages hold."""
         needed = variables(self.stacks)
         for eqn in reversed(self.jaxpr.eqns):
             if needed.isdisjoint(eqn.outvars):
@@ -219,7 +227,10 @@ class _Cut:
                 )
 
     def _reads(self, outputs: Sequence[Any], stop: Sequence[Any] = ()) -> set[Any]:
-        """Inputs of the function and variables of `stop` that `outputs` depend on. Does not look behind `stop`."""
+        """The function's inputs and the variables in `stop` that `outputs` depend on.
+
+        The search ends at variables in `stop`: what they depend on is not included.
+        """
         needed, met = variables(outputs), set()
         for eqn in reversed(self.jaxpr.eqns):
             met |= needed & set(stop)
@@ -231,7 +242,10 @@ class _Cut:
 
 
 def _consts_and_carries(scan: Any) -> tuple[int, int]:
-    """Numbers of a scan's loop-invariant and loop-carried operands. Stacks have a higher rank than in the body."""
+    """The number of loop-invariant operands of a scan, and the number of loop-carried operands.
+
+    The other operands are stacks. A stack has a higher rank outside of the scan's body than inside.
+    """
     body = scan.params["jaxpr"]
     stacked = sum(v.aval.ndim > w.aval.ndim for v, w in zip(scan.invars, body.invars, strict=True))
     carries = sum(v.aval.ndim == w.aval.ndim for v, w in zip(scan.outvars, body.outvars, strict=True))
@@ -239,7 +253,7 @@ def _consts_and_carries(scan: Any) -> tuple[int, int]:
 
 
 def _keeps_layers_apart(eqn: Any) -> bool:
-    """Whether row l of the results depends only on row l of the operands, for any number of rows."""
+    """Whether row l of each result depends only on row l of the operands, and the operation works for any row count."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [v.aval.shape for v in [*variables(eqn.invars), *eqn.outvars] if v.aval.shape]
     if len({shape[0] for shape in shapes}) > 1:
@@ -283,6 +297,6 @@ def _inlined(jaxpr: Any, *args: Any) -> Values:
 
 
 def _alone(jaxpr: Any, eqn: Any) -> Any:
-    """A jaxpr that consists of `eqn`."""
+    """A jaxpr that consists of `eqn` only."""
     inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex_core.Literal)))
     return jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])

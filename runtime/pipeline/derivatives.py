@@ -1,4 +1,4 @@
-"""The functions that a pipeline runs: a chain's parts forward and backward, and the residuals kept in between.
+"""Derives the functions that a pipeline runs: the parts of a chain forward and backward.
 
     layer_forward    (context, x, weights)              -> x, residuals
     layer_backward   (context, weights, residuals, dx)  -> dx, dweights
@@ -6,15 +6,16 @@
     embed_backward   (ends, batch, dx)                  -> dends
     head             (ends, batch, x)                   -> dx, dends, outputs
 
-`jax.vjp` keeps whatever the backward pass reads. Here only the values that depend on x are residuals. Weights stay
-where they are for the whole step. Values made from weights and context alone (a cast, a transpose) are recomputed in
-the backward pass. So a slot of the residual ring holds activations and nothing else.
+`jax.vjp` keeps all values that the backward pass reads. Here, only values that depend on x are kept as residuals. The
+weights stay in memory for the whole step, so they need no copy. Values that are made from weights and context alone (a
+cast, a transpose) are recomputed in the backward pass. So a slot of the residual ring (`executor.py`) contains only
+activations.
 
-The ends keep nothing. The head runs forward and backward together. The embedding's backward pass repeats its forward
-pass, and XLA drops the parts that a look-up does not need.
+Embedding and head (the ends) keep no residuals. The head's forward and backward pass run together. The embedding's
+backward pass repeats its forward pass, and XLA drops the parts that the gradient of a look-up does not need.
 
-Values that are not floating-point (counters) are carried along and have no cotangent. `derive` traces everything where
-it is called; the functions may run under a mesh in which axes of the trace's mesh are manual.
+Values that are not floating-point (counters) are passed from layer to layer and have no cotangent. `derive` traces all
+functions under the mesh of its caller. The functions may run under a mesh in which more axes are manual.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class Derivatives:
-    """The functions above, on flat lists of arrays.
+    """The functions of the module's table. Arguments and results are flat lists of arrays.
 
     Attributes:
       context: (batch) -> what every layer reads besides its weights; see `Chain`.
       context_of_batch: whether `context` differs from micro-batch to micro-batch.
       state: shapes of x.
-      moving: indices of the arrays of x that have cotangents. Lists of cotangents contain only these.
-      weight: (batch) -> the micro-batch's weight in the sum.
-      trained: indices of the weights that have gradients. Lists of gradients contain only these.
-      trained_ends: the same for the parameters of the ends.
-      residuals: shapes of what a layer keeps.
-      outputs: shapes of what the head returns: the loss function's outputs times the micro-batch's weight.
+      moving: indices of the arrays of x that have cotangents. Lists of cotangents contain only these arrays.
+      weight: (batch) -> the micro-batch's weight in the sum over micro-batches.
+      trained: indices of the weights that have gradients. Lists of gradients contain only these weights.
+      trained_ends: indices of the ends' parameters that have gradients.
+      residuals: shapes of the residuals of one layer.
+      outputs: shapes of the outputs of `head`: the loss function's outputs times the micro-batch's weight.
     """
 
     context: Callable[..., Values]
@@ -74,7 +75,7 @@ def derive(
       chain: the loss function's parts.
       ends: shapes of the parameters of embedding and head.
       batch: shapes of one micro-batch.
-      seed: (batch) -> the cotangent of the micro-batch's loss, which is its weight in the sum.
+      seed: (batch) -> the cotangent of the micro-batch's loss. It is the micro-batch's weight in the sum.
     """
     state, weights = list(chain.state), [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in chain.weights]
     moving, trained, trained_ends = _floating(state), _floating(weights), _floating(ends)
@@ -123,7 +124,7 @@ def derive(
 def _layer(
     chain: Chain, context: Values, x: Values, weights: Values, moving: Sequence[int], trained: Sequence[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
-    """Forward and backward of one layer, and the shapes of its residuals."""
+    """The forward function and the backward function of one layer, and the shapes of its residuals."""
     structure: list[Any] = []  # the tree structure of the function that jax.vjp returns
 
     def both(context: Values, x: Values, weights: Values) -> tuple[Values, Values]:
@@ -178,7 +179,7 @@ def _with(values: Sequence[Any], places: Sequence[int], replaced: Sequence[Any])
 
 
 def _unless_weightless(weight: jax.Array, values: Any) -> Any:
-    """Zeros for a micro-batch without weight: its loss may be 0/0 if it has no tokens."""
+    """`values`, or zeros if the micro-batch has weight 0. The loss of a micro-batch without tokens may be 0/0."""
     return jax.tree.map(lambda value: jnp.where(weight == 0, jnp.zeros_like(value), value), values)
 
 

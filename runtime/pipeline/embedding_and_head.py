@@ -1,12 +1,16 @@
-"""Computes embedding and head of a pipeline, on all stages together or on the stage that needs them.
+"""Computes the embedding and the head of a pipeline, on all stages together or on the stage that needs the result.
+
+Embedding and head are the ends of the pipeline. There are two modes:
 
 Shared: all stages compute an end for the same micro-batch. Each stage computes its share, and the model's own
-collectives over the pipeline axis combine the shares. The head's input is zero except on the stage that made it; the
-model sums it, or scatters the sum. The head's cotangent is used on that stage only. Likewise, only the stage of the
-first chunk uses the embedding's result, and the embedding's cotangent is zero on all other stages.
+collectives over the pipeline axis combine the shares. The head's input is zero except on the stage that made it. The
+model sums this input over the stages, or scatters the sum. Only the stage that made the input uses the head's
+cotangent. Likewise, only the stage of the first chunk uses the embedding's result, and the embedding's cotangent is
+zero on all other stages.
 
-Not shared: one stage computes the end, in a loop of one iteration. On the other stages that loop has no iterations, and
-they wait at the next message. With `along`, all stages compute the end, and all but one drop the result.
+Not shared: one stage computes the end, in a loop of one iteration. On the other stages this loop has no iterations, so
+these stages go on to the next message and wait there. With `along`, all stages compute the end, and all but one drop
+the result.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ class Ends:
     """Embedding and head of a step.
 
     Attributes:
-      of: embedding and head, forward and backward.
-      params: their parameters.
-      batches: inputs of all micro-batches, [M, ...] each.
+      of: the pipeline's functions; the functions of embedding and head are used.
+      params: the parameters of embedding and head.
+      batches: inputs of all micro-batches; each array has the shape [M, ...].
       shared: whether all stages compute the ends together (see the module).
-      lockstep: whether every tick that contains an end needs it.
+      lockstep: whether the schedule is lockstep. Then every tick whose program contains an end needs the end's result.
       along: whether stages that do not need an end compute it, too.
     """
 
@@ -50,15 +54,23 @@ class Ends:
         return [at(array, microbatch) for array in self.batches]
 
     def embed(self, forward: Row) -> Values:
-        """The input of the first chunk; valid on the stage of the first chunk."""
+        """Returns the input of the first chunk. It is valid only on the stage of the first chunk."""
         microbatch, wanted = self._of(forward, "opens")
         start = [zeros(x) for x in self.of.state]
         return self._if(wanted, lambda _: self.of.embed(self.params, self.batch(microbatch)), start)
 
     def head(self, backward: Row, last: Values, sums: Values, outputs: Values) -> tuple[Values, Values, Values]:
-        """Returns the cotangents of `last`, and `sums` and `outputs` with the head's gradients and outputs added.
+        """Runs the head forward and backward.
 
-        `last` is the last chunk's result. It and its cotangents are valid on the stage of the last chunk.
+        Args:
+          backward: this stage's row of the backward tables.
+          last: the last chunk's result, valid on the stage of the last chunk.
+          sums: sums of the gradients of the ends' parameters.
+          outputs: sums of the loss function's outputs.
+
+        Returns:
+          The cotangents of `last`, valid on the stage of the last chunk; `sums` with the head's gradients added; and
+          `outputs` with the head's outputs added.
         """
         microbatch, wanted = self._of(backward, "opens")
         mine = backward.on & backward.opens
@@ -73,9 +85,13 @@ class Ends:
         return self._if(wanted, run, (start, sums, outputs))
 
     def embed_backward(self, backward: Row, counts: jax.Array, cotangents: Values, sums: Values) -> Values:
-        """Returns `sums` with the embedding's gradients added; `cotangents` belong to the first chunk's input.
+        """Returns `sums` with the embedding's gradients added.
 
-        `counts`: whether this stage's micro-batch has weight. If not, its cotangents may be NaN.
+        Args:
+          backward: this stage's row of the backward tables.
+          counts: whether the weight of this stage's micro-batch is not zero. If it is zero, cotangents may be NaN.
+          cotangents: the cotangents of the first chunk's input.
+          sums: sums of the gradients of the ends' parameters.
         """
         microbatch, wanted = self._of(backward, "closes")
         mine = backward.on & backward.closes & counts
@@ -88,15 +104,16 @@ class Ends:
         return self._if(wanted, run, sums)
 
     def _of(self, row: Row, condition: str) -> tuple[jax.Array, jax.Array]:
-        """The micro-batch whose end this stage computes in this tick, and whether it computes one."""
+        """The micro-batch for which this stage computes an end in this tick, and whether the end is wanted at all."""
         if self.shared:
             return row.of_any_stage("microbatch", condition)
         return row.microbatch, row.on & getattr(row, condition)
 
     def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-        """`body(carry)` if wanted, else `carry`: a loop of zero or one iteration, whose state XLA updates in place.
+        """`body(carry)` if wanted, else `carry`.
 
-        Shared ends of a lockstep schedule run without the loop, which would hide them from the scheduler.
+        The body runs in a loop of zero or one iteration, because XLA updates the state of a loop in place. Shared ends
+        of a lockstep schedule run without this loop, because XLA's scheduler cannot move operations out of a loop.
         """
         if self.shared and self.lockstep:
             return body(carry)

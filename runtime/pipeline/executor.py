@@ -1,7 +1,8 @@
-"""Executes a pipeline schedule in one SPMD program: losses and gradients of all micro-batches.
+"""Executes a pipeline schedule in one SPMD program, which sums losses and gradients of all micro-batches.
 
-Runs under `shard_map` with the pipeline axis manual; other axes may be manual or automatic. Each stage holds the layers
-of its own chunks. All stages run the same program. Tables (`tables.py`) say what a stage does in each tick:
+The program runs under `shard_map`. The pipeline axis must be manual; other axes may be manual or automatic. Each stage
+holds the layers of its own chunks. All stages run the same program. Tables (`tables.py`) say what each stage does in
+each tick:
 
     x  = embed(micro-batch)      if the stage starts chunk 0                        else from the inbox
     dx = cotangent of the head   if it goes backward from the last chunk            else from the inbox
@@ -10,20 +11,23 @@ of its own chunks. All stages run the same program. Tables (`tables.py`) say wha
         x, residuals = forward(x, weights of layer l);  slot <- residuals
     x, dx -> the stages that need them next (collective-permute), now or during the next tick (`phases.Messages`)
 
-In an SI block neither strand reads what the other strand computes. So this loop over layers has the same form as the
-one that the passes make of a step without a pipeline, and the same scheduling applies. Messages follow the loop and are
-exposed. With `sends_beside`, the last layers also follow the loop, so that the scheduling passes can hide the messages
-behind them. The forward pass may overwrite residuals that the backward pass reads in the same iteration. A barrier
-orders the read before the write; without the barrier XLA copies the whole ring.
+In an SI block, neither strand reads what the other strand computes. So this loop over layers has the same form as the
+loop that the passes make of a step without a pipeline, and the scheduling passes treat both loops alike. Messages
+follow the loop and are exposed. With `sends_beside`, the last layers also follow the loop, so that the scheduling
+passes can hide the messages behind these layers.
 
-Masking. In a lockstep schedule a stage without work computes on arbitrary data, and the results are dropped: residuals
-go to a dead slot, and gradients pass a `where` (never a product: 0 * NaN is NaN). In other schedules a stage without
-work runs its layer loops zero times. On CPU devices, stages may rendezvous in each layer (`gradients.py`); then the
-loops run on all stages, and a `where` drops the unwanted results.
+The residual ring is an array of slots; each slot holds the residuals of one chunk. The forward pass may overwrite
+residuals that the backward pass reads in the same iteration. A barrier orders the read before the write; without the
+barrier, XLA copies the whole ring.
 
-Memory: `schedule.slots` times the residuals of one chunk, one inbox per direction, float32 gradients of the stage's
-layers. Cost of masking: one select per gradient and tick, fused into the addition.
-DHelix section 4.1 (arXiv 2411.15871).
+Masking: in a lockstep schedule, a stage without work computes on arbitrary data, and the program drops the results.
+Residuals go to a slot that nobody reads, and a `where` drops gradients (a product with 0 would keep NaNs). In other
+schedules, a stage without work runs its layer loops zero times. On CPU devices, stages may rendezvous in each layer
+(`gradients.py`). Then all stages run the loops, and a `where` drops the unwanted results. Masking costs one select per
+gradient and tick, which XLA fuses into the addition.
+
+Memory holds the residuals of `schedule.slots` chunks, one inbox per direction, and float32 gradients of the stage's
+layers. The design is from DHelix section 4.1 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class Sums:
     """Sums over the micro-batches. Each stage holds the sums of its own work.
 
     Attributes:
-      outputs: outputs of the loss function; zero on stages that did not compute the head.
+      outputs: outputs of the loss function. They are zero on stages that did not compute the head.
       layers: float32 gradients of the stage's stacked weights [chunks of the stage, padded, ...]; None for integers.
       ends: float32 gradients of the parameters of embedding and head; None for integers.
     """
@@ -68,7 +72,7 @@ class Pipeline:
     """The pipeline of a step.
 
     Attributes:
-      of: the loss function's parts, forward and backward.
+      of: the functions that compute the loss function's parts forward and backward.
       schedule: the schedule to execute.
       axis: the mesh axis of the stages.
       shared_ends: whether all stages compute embedding and head together (`embedding_and_head.py`).
@@ -88,9 +92,9 @@ class Pipeline:
 
         Args:
           stage: the number of this stage, int32.
-          stacks: the stage's weights, [chunks of the stage, padded, ...] each.
+          stacks: the stage's weights; each array has the shape [chunks of the stage, padded, ...].
           ends: parameters of embedding and head.
-          batches: inputs of all micro-batches, [M, ...] each.
+          batches: inputs of all micro-batches; each array has the shape [M, ...].
         """
         return _Run(self, stage, stacks, ends, batches).all_phases()
 
@@ -98,11 +102,11 @@ class Pipeline:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """State that is carried from tick to tick. Inboxes are [places, ...], ring arrays are [slots, padded, ...]."""
+    """The state that each tick passes to the next. Inboxes are [places, ...], ring arrays are [slots, padded, ...]."""
 
     inbox: Values
     cotangents: Values
-    late: Values  # results of the previous tick that are not sent yet (`phases.Messages`); empty if never late
+    late: Values  # results of the previous tick that are not sent yet (`phases.Messages`); empty if none is sent late
     late_cotangents: Values
     last: Values  # the last chunk's result, for the head
     ring: Values
@@ -117,7 +121,7 @@ class _State:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Going:
-    """State that is carried from layer to layer: forward x, backward cotangents, residual ring, weight gradients."""
+    """The state that each layer passes to the next: x, cotangents, the residual ring and weight gradients."""
 
     x: Values
     cotangents: Values
@@ -135,7 +139,7 @@ class _Tick:
     Attributes:
       pattern: what any stage may do in the tick.
       forward, backward: this stage's row in the table of each direction.
-      ahead, behind: values that layers read, for the forward and the backward pass.
+      ahead, behind: the context that layers read (`Chain.context`), in the forward pass and in the backward pass.
     """
 
     pattern: Pattern
@@ -205,7 +209,7 @@ class _Run:
         return one_tick(0, state) if ticks == 1 else lax.fori_loop(0, ticks, one_tick, state)
 
     def _chunk(self, tick: _Tick, going: _Going) -> _Going:
-        """Runs all layers of a chunk."""
+        """Runs all layers of a chunk in the forward pass, in the backward pass, or in both at once."""
         n, pattern, forward, backward = self.padded, tick.pattern, tick.forward.on, tick.backward.on
 
         def ahead(layer: jax.Array, going: _Going) -> _Going:
@@ -231,21 +235,21 @@ class _Run:
                 )
             elif wanted:
                 going = lax.fori_loop(0, jnp.where(on, n, 0), body, going)
-            if wanted and body is behind:  # a later loop writes the ring: it must wait until this loop has read it
+            if wanted and body is behind:  # a later loop writes the ring; it must wait until this loop has read it
                 ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
                 going = going.but(ring=ring, cotangents=cotangents)
         if pattern.both and self.sends_beside:
             going = self._last_pair(tick, going)
-        if pattern.forward and pattern.backward:  # no send may wait for its receiver while another loop runs
+        if pattern.forward and pattern.backward:  # sends start after both loops: none waits for its receiver in a loop
             x, cotangents = lax.optimization_barrier((going.x, going.cotangents))
             going = going.but(x=x, cotangents=cotangents)
         return going
 
     def _last_pair(self, tick: _Tick, going: _Going) -> _Going:
-        """The last layer of both strands; neither strand waits for the other.
+        """Runs the last layer of both strands. Neither strand waits for the other.
 
-        The layers' indices depend on what the layers start from. Otherwise XLA would fetch the layers' operands before
-        the loop and hold them during the loop.
+        The index of each layer is made to depend on the values that the loop computed. Otherwise XLA would fetch the
+        layer's operands before the loop, and they would take memory during the loop.
         """
         behind = _after([*going.cotangents, *going.layers], 0)
         ahead = _after(going.x, self.padded - 1)
@@ -254,7 +258,7 @@ class _Run:
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
         x = self._begin_forward(tick, state)
         state, cotangents = self._begin_backward(tick, state)
-        if tick.pattern.forward and tick.pattern.head:  # a shared head is a rendezvous: no stage may run ahead of it
+        if tick.pattern.forward and tick.pattern.head:  # all stages meet in a shared head; no layer may start before it
             x, cotangents = lax.optimization_barrier((x, cotangents))
         return state, _Going(x, cotangents, state.ring, state.layers)
 
@@ -278,7 +282,7 @@ class _Run:
         return going.but(x=self._unless_padding(layer < row.layers, x, going.x), ring=ring)
 
     def _layer_backward(self, tick: _Tick, layer: jax.Array, going: _Going, written: bool) -> _Going:
-        """`written`: a forward layer may overwrite this layer's residuals, after they were read."""
+        """Runs one layer backward. If `written`, a forward layer of this iteration may overwrite the residuals."""
         row, ring = tick.backward, going.ring
         saved = [at(slots, row.slot, self._place(row, layer)) for slots in ring]
         if written:
@@ -298,7 +302,7 @@ class _Run:
         return jnp.where(row.reversed, self.padded - 1 - layer, layer)
 
     def _unless_padding(self, real: jax.Array, result: Values, given: Values) -> Values:
-        """A padding layer is the identity."""
+        """Returns `result` for a real layer, and the layer's input `given` for a padding layer."""
         padding = len(set(self.schedule.layout.chunk_layers)) > 1
         return choose(real, result, given) if padding else result
 
@@ -335,15 +339,15 @@ class _Run:
     # Messages.
 
     def _exchange_late(self, tick: _Tick, state: _State) -> tuple[Values, Values]:
-        """Sends the previous tick's results to the stages that need them, while this tick computes."""
+        """Sends the previous tick's results, while this tick computes, to the stages that need them."""
         activations = self._exchange(state.late, tick.pattern.activations.before)
         return activations, self._exchange(state.late_cotangents, tick.pattern.cotangents.before)
 
     def _arrived(self, messages: tuple[Values, Values], going: _Going) -> tuple[tuple[Values, Values], _Going]:
-        """Waits for late messages after the layers.
+        """Waits for late messages after the layers, and before the ends (embedding or head) that follow the layers.
 
-        Embedding and head may contain collectives. If they came first, XLA could hide the message neither behind them
-        nor behind the preceding layers.
+        An end may contain collectives. If it ran before the wait, XLA could hide the message neither behind the end nor
+        behind the layers.
         """
         messages, x, cotangents = lax.optimization_barrier((messages, going.x, going.cotangents))
         return messages, going.but(x=x, cotangents=cotangents)
@@ -374,9 +378,9 @@ def _after(values: Values, layer: int) -> jax.Array:
 
 
 def _put_message(row: Row, place: str, stays: str, inbox: Values, made: Values, arrived: Values) -> Values:
-    """Returns `inbox` with `arrived` stored, or with `made` if this stage keeps its own result.
+    """Returns `inbox` with the message `arrived` stored, or with `made` if this stage reads its own result next.
 
-    `place` and `stays` name entries of the row. If nothing was sent, `arrived` is `made`.
+    `place` and `stays` name entries of the row. If no stage sent a message, `arrived` is `made`.
     """
     some_stay = arrived is not made and getattr(row.table, stays).any()
     brought = choose(getattr(row, stays), made, arrived) if some_stay else arrived

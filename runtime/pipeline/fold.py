@@ -1,4 +1,4 @@
-"""The user's pipeline options: `@strand_interleave(microbatches=M, pipeline=Fold(stages=P))`."""
+"""The options that the user gives a pipeline: `@strand_interleave(microbatches=M, pipeline=Fold(stages=P))`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class Fold:
     """A pipeline over mesh axis `axis`.
 
     Attributes:
-      stages: P, the size of that axis.
-      layers: the model's number of layers. None if the number of chunks divides it. Otherwise identity layers pad the
-        chunks, and only this number tells how many.
-      schedule: "w" (the fold: two strands on every stage), "interleaved_si" (the same without the fold: a shorter
-        bubble, but more residuals), or a baseline: "1f1b", "interleaved", "dualpipev".
-      chunks_per_stage: for the interleaved schedules.
+      stages: the number P of stages, which is the size of the mesh axis.
+      layers: the model's number of layers. It may be None if the number of chunks divides it. Otherwise the pipeline
+        pads chunks with identity layers, and needs the model's number to know how many of them.
+      schedule: name of the schedule. "w" is the fold: every stage runs two strands. "interleaved_si" runs two strands
+        without the fold; its bubble is shorter, but it keeps more residuals. "1f1b", "interleaved" and "dualpipev" are
+        baselines.
+      chunks_per_stage: number of chunks on each stage; only for the interleaved schedules.
       axis: the mesh axis of the stages.
-      mesh: needed if `value_and_grad` is called outside of `jax.shard_map`.
-      sends_beside: for "w" and "interleaved_si": whether messages of an SI block may overlap with its last layers. Pays
-        on slow links, for slightly more memory. Avoid it with chunks of two layers, whose loop it unrolls
-        (docs/guide/pipeline.md).
+      mesh: the mesh. It is needed if `value_and_grad` is called outside of `jax.shard_map`.
+      sends_beside: only for "w" and "interleaved_si": whether messages of an SI block may overlap with its last layers.
+        This helps on slow links and takes slightly more memory. Do not use it if chunks have two layers, because it
+        then unrolls the loop over the layers (docs/guide/pipeline.md).
     """
 
     stages: int
@@ -77,7 +78,7 @@ class Fold:
         Args:
           state: the train state in the model's order.
           mesh: the mesh of the stages; default: the `mesh` of this `Fold`.
-          stacked: paths of the stacked layers, [layers, ...] each.
+          stacked: paths of the arrays of stacked layers. Each array has the shape [layers, ...].
         """
         _check_paths(stacked)
         layers = self.layers or leading_dimensions(state, stacked, 1)[0]
@@ -90,7 +91,7 @@ class Fold:
         return unfold_state(state, stacked, self.layout(layers), self._mesh(mesh), self.axis)
 
     def layout(self, layers: int | None = None) -> Layout:
-        """Which stage holds which of the model's `layers` (default: the `layers` of this `Fold`)."""
+        """Returns which stage holds which layers, for a model of `layers` layers (default: `self.layers`)."""
         layers = self.layers if layers is None else layers
         if layers is None:
             raise DhelixError("Fold(layers=) is needed to lay out layers: give the model's number of layers")

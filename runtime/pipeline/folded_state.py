@@ -1,31 +1,34 @@
 """Folds a train state: puts its layers into a pipeline's order, and back into the model's own order.
 
-A model that is a scan over layers stacks their parameters. A pipeline keeps them by stage and chunk; each chunk is
-padded with zeros to the longest chunk's length. So a stage holds only its own layers.
+A model that scans over its layers stacks their parameters in arrays. A pipeline orders the layers in these arrays by
+stage and chunk, so that a stage holds only its own layers. Each chunk is padded with zeros to the longest chunk's
+length.
 
     8 layers on 2 stages, U layout       model's order                    folded
     wq                                   [8, hidden, heads, head_dim]     [4, 2, hidden, heads, head_dim]
                                          P(None, "pp", "tp")              P("pp", None, None, "tp")
                                          0 1 2 3 4 5 6 7                  (0 1)(6 7) on stage 0, (2 3)(4 5) on stage 1
 
-Folding adds a dimension, so a state in the wrong order has the wrong rank and fails instead of computing nonsense.
-Checkpoints hold the model's order, so any number of stages can read them.
+Folding adds a dimension. So a state in the wrong order has the wrong rank and raises an error, instead of giving wrong
+results. Checkpoints hold the model's order, so any number of stages can read them.
 
 Contract:
-- `stacked` names the stacked arrays by key paths relative to the parameters: a leaf, `("layers", "wq")`, or everything
-  under a name, `("layers",)`.
+- `stacked` names the stacked arrays by key paths relative to the parameters. A path leads to one array, such as
+  `("layers", "wq")`, or to all arrays under a name, such as `("layers",)`.
 - An array of the state changes if its path contains one of these paths and its leading dimension is the number of
-  layers. So parameters change, and optimizer moments, which lie under the same names. All else stays as it is.
-- The round trip is exact.
+  layers. So parameters change, and so do optimizer moments, which have the same names in their paths. All other arrays
+  stay as they are.
+- Unfolding a folded state gives exactly the original state.
 - Padding is zero and has zero gradients. It stays zero under optimizers that work element by element or with norms. It
-  does not under optimizers that average over an array (Adafactor's clipping) or treat an array as one matrix.
-- Code that looks at the number of dimensions, such as weight-decay masks, finds one more.
+  does not stay zero under optimizers that average over an array (Adafactor's clipping) or treat an array as one matrix.
+- Code that reads the number of dimensions, such as weight-decay masks, finds one dimension more.
 
-Cost: in the model's order, too, arrays are sharded over the stages, along the first free dimension of a layer that
-divides. So folding is a permutation on each device and one all-to-all, and no device holds a whole stack. While an
-array is moved, both orders of it are in memory.
+Cost: arrays in the model's order are also sharded over the stages. They are sharded along the first dimension of a
+layer that has no sharding yet and that the number of stages divides. So folding is a permutation on each device and one
+all-to-all, and no device holds a whole stack. While an array is folded, memory holds it in both orders.
 
-DHelix section 4.1 (arXiv 2411.15871), model folding. The permutation is `passes.pipeline_fold.layouts.storage_order`.
+DHelix section 4.1 (arXiv 2411.15871) calls this model folding. `passes.pipeline_fold.layouts.storage_order` defines the
+permutation.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ Path = tuple[str | int, ...]
 
 
 def fold_leaf(x: jax.Array, layout: Layout) -> jax.Array:
-    """Stacked layers `[L, ...]` in the pipeline's order, `[chunks, padded, ...]`; padding is zero."""
+    """Returns stacked layers `[L, ...]` in the pipeline's order, `[chunks, padded, ...]`. Padding is zero."""
     order = storage_order(layout).reshape(layout.chunks, layout.padded)
     return x.at[order].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -61,15 +64,16 @@ def fold_state(state: Any, stacked: tuple[Path, ...], layout: Layout, mesh: Mesh
     """Returns `state` with its stacked layers in the pipeline's order, sharded over mesh axis `axis` by stages.
 
     Args:
-      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`s, whose stacked layers are `[L, ...]`.
+      state: a pytree of arrays or of `jax.ShapeDtypeStruct`s. Its stacked layers have the shape `[L, ...]`.
       stacked: paths of the stacked arrays (see the module).
       layout: which layers each stage holds.
-      mesh: has `axis`, with one device per stage. An array's `NamedSharding` over other axes stays.
+      mesh: the mesh. The size of its axis `axis` is the number of stages. The sharding of an array over other axes is
+        kept.
       axis: the mesh axis of the stages.
 
     Raises:
-      DhelixError: a path of `stacked` has no layers in the model's order; or an array or the layout does not fit the
-        mesh.
+      DhelixError: there are no layers in the model's order under a path of `stacked`, the number of stages is not the
+        size of `axis`, or an array is on other devices than the mesh.
     """
     return _move_state(state, stacked, Move(layout, mesh, axis, fold=True))
 
@@ -80,10 +84,10 @@ def unfold_state(state: Any, stacked: tuple[Path, ...], layout: Layout, mesh: Me
 
 
 def leading_dimensions(state: Any, stacked: tuple[Path, ...], count: int) -> tuple[int, ...]:
-    """Returns the first `count` dimensions of the first stacked array.
+    """Returns the first `count` dimensions of the first array under the paths `stacked`.
 
     Raises:
-      DhelixError: no array with that many dimensions lies under these paths.
+      DhelixError: there is no array with so many dimensions under these paths.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if len(getattr(leaf, "shape", ())) >= count and any(_lies_under(path, names) for names in stacked):
@@ -94,7 +98,7 @@ def leading_dimensions(state: Any, stacked: tuple[Path, ...], count: int) -> tup
 
 @dataclass(frozen=True)
 class Move:
-    """A move from one order to the other, on a mesh."""
+    """The change from the model's order to the pipeline's order (`fold=True`), or back, on a mesh."""
 
     layout: Layout
     mesh: Mesh
@@ -103,7 +107,7 @@ class Move:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Leading dimensions of stacked layers before the move."""
+        """The leading dimensions of stacked layers before the change of order."""
         return self._leading(not self.fold)
 
     @property
@@ -122,7 +126,10 @@ class Move:
         return jax.ShapeDtypeStruct((*self.after, *own), leaf.dtype, sharding=sharding)
 
     def array(self, x: jax.Array, rest: PartitionSpec) -> jax.Array:
-        """A stack in the other order. In between, every device holds its part of each layer, for all layers."""
+        """Returns the stack `x` in the other order.
+
+        For the permutation, the stack is sharded within layers only, so every device holds a part of each layer.
+        """
         own = x.shape[len(self.before) :]
         spread = self.spread(rest, own)
         x = self._constrain(x, PartitionSpec(*(None for _ in self.before), *spread))
@@ -131,17 +138,20 @@ class Move:
         return self._constrain(x, self.spec(rest, own))
 
     def rest(self, leaf: Any) -> PartitionSpec:
-        """How one layer is sharded, without the stages' axis."""
+        """The sharding of one layer over all mesh axes but the stages' axis."""
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return _shorten(tuple(_without(entry, self.axis) for entry in spec[len(self.before) :]))
 
     def spec(self, rest: PartitionSpec, own: tuple[int, ...]) -> PartitionSpec:
-        """How a stack is sharded after the move; `own` is the shape of one layer."""
+        """The sharding of a stack after the change of order. `own` is the shape of one layer."""
         return _shorten((self.axis, None, *rest) if self.fold else (None, *self.spread(rest, own)))
 
     def spread(self, rest: PartitionSpec, own: tuple[int, ...]) -> PartitionSpec:
-        """`rest` with the stages' axis at the first free dimension that divides; unchanged if none does."""
+        """`rest` with the stages' axis added, at the first dimension without sharding that the stages divide evenly.
+
+        If there is no such dimension, the result is `rest`.
+        """
         entries = [*rest, *(None for _ in own[len(rest) :])]
         for i, size in enumerate(own):
             if entries[i] is None and size % self.layout.stages == 0:
@@ -182,7 +192,10 @@ def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
 
 
 def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
-    """Refuses an array on other devices than the mesh's, such as one restored from a checkpoint to a single device."""
+    """Raises DhelixError if an array is on other devices than the mesh.
+
+    For example, code may have restored the array from a checkpoint to a single device.
+    """
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return
     if leaf.sharding.device_set != set(mesh.devices.flat):
@@ -195,7 +208,7 @@ def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def move_array(stack: jax.Array, move: Move, rest: PartitionSpec) -> jax.Array:
-    """`move.array`, compiled for one array at a time, so that the extra memory is at most one array's."""
+    """Runs `move.array` for one array in a program of its own. So at most one array needs memory for both orders."""
     return move.array(stack, rest)
 
 
@@ -206,13 +219,13 @@ def _lies_under(path: tuple[Any, ...], names: Path) -> bool:
 
 
 def _without(entry: Any, axis: str) -> Any:
-    """An entry of a PartitionSpec without one mesh axis."""
+    """An entry of a PartitionSpec, with mesh axis `axis` removed."""
     left = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name != axis)
     return left if len(left) > 1 else left[0] if left else None
 
 
 def _shorten(entries: tuple[Any, ...]) -> PartitionSpec:
-    """Drops trailing Nones, which have no meaning but would make equal shardings unequal."""
+    """A PartitionSpec without trailing Nones. These have no meaning, but would make equal shardings unequal."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)

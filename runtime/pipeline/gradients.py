@@ -1,16 +1,18 @@
-"""`dhelix.value_and_grad` under a pipeline: the loss function's gradients, computed by a schedule over stages.
+"""Implements `dhelix.value_and_grad` under a pipeline: a schedule over stages computes the loss and its gradients.
 
     @strand_interleave(microbatches=16, pipeline=Fold(stages=4))
     def train_step(state, batch):
         loss, grads = dhelix.value_and_grad(loss_fn)(state.params, batch)
 
-The layers' parameters are folded, [chunks, padded, ...] instead of the model's [layers, ...] (`folded_state.py`). So
-are their gradients. The loss function is traced with the model's own shapes.
+The layers' parameters and their gradients are folded: they have the shape [chunks, padded, ...] instead of the model's
+[layers, ...] (`folded_state.py`). The loss function is traced with the model's own shapes.
 
 Contract under a `shard_map` over the pipeline axis: gradients are the contributions of this device, as in JAX with
-`check_vma=False`. If a parameter is replicated over stages, the caller sums its gradients, as over every other axis.
-Losses are the same on all stages. Outside of such a `shard_map`, this module makes one over the pipeline axis; other
-axes stay automatic, and losses and gradients are complete.
+`check_vma=False`. If a parameter is replicated over stages, the caller must sum its gradients over the stages, as it
+must over every other axis. Losses are the same on all stages.
+
+Contract outside of such a `shard_map`: this module makes a `shard_map` over the pipeline axis. Other axes stay
+automatic. Losses and gradients are complete.
 """
 
 from __future__ import annotations
@@ -41,20 +43,21 @@ def pipelined_sums(
     batches: Sequence[jax.Array],
     seed: Callable[[Sequence[Any]], jax.Array],
 ) -> tuple[Values, Values]:
-    """Sums the outputs of `function(*params, *batch)` and the loss's gradients over the micro-batches.
+    """Sums the outputs of `function(*params, *batch)`, and the gradients of its loss, over the micro-batches.
 
     Args:
-      function: returns one micro-batch's outputs, flat, the scalar loss first.
+      function: returns the outputs of one micro-batch as a flat list. The first output is the scalar loss.
       fold: the pipeline.
-      params: flat; the layers' parameters are folded.
-      batches: flat, with a leading axis of micro-batches.
-      seed: (batch) -> the micro-batch's weight, a factor of its loss, gradients and floating-point outputs.
+      params: the parameters as a flat list. The layers' parameters are folded.
+      batches: the inputs of all micro-batches as a flat list. The leading axis of each array is the micro-batch.
+      seed: (batch) -> the micro-batch's weight. Its loss, gradients and floating-point outputs are multiplied by it.
 
     Returns:
       The summed outputs, and the gradients of `params`.
 
     Raises:
-      DhelixError: the model is no chain of equal layers, the parameters are not folded, or the mesh does not fit.
+      DhelixError: the model is not a chain of equal layers, the parameters are not folded, or the mesh does not fit the
+        number of stages.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = fold.axis in mesh.manual_axes
@@ -85,7 +88,7 @@ def pipelined_sums(
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
     along = _stages_meet(jaxpr, mesh if manual else fold.mesh, fold.axis)
     pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis), fold.sends_beside, along)
-    if not chain.casts:  # `prepare` must be traced for the number of layers of one stage
+    if not chain.casts:  # `prepare` runs on one stage, so it must be traced for the number of layers of one stage
         shapes = _stacked(params, folded, padded * fold.places)
         chain = dataclasses.replace(chain, prepare=take_apart(trace(function, shapes, batch), len(params)).prepare)
 
@@ -98,10 +101,11 @@ def pipelined_sums(
 
 
 def _stages_meet(jaxpr: Any, mesh: Any, axis: str) -> bool:
-    """Whether stages rendezvous within the work of a single stage.
+    """Whether the work of a single stage contains a rendezvous with other stages.
 
-    On CPU devices a collective-permute waits for all devices of the program, including those of other stages. Rings
-    consist of collective-permutes, and XLA's partitioner makes some if axes are automatic.
+    On CPU devices, a collective-permute waits for all devices of the program, including the devices of other stages.
+    The work of a stage contains collective-permutes if the model uses them, or if XLA's partitioner makes them for
+    automatic axes.
     """
     device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else getattr(mesh, "abstract_device", None)
     if (jax.default_backend() if device is None else device.platform) != "cpu":
@@ -113,7 +117,10 @@ def _stages_meet(jaxpr: Any, mesh: Any, axis: str) -> bool:
 def _over_stages(
     of_stage: Callable[..., tuple[Values, Values]], fold: Fold, folded: Sequence[bool]
 ) -> Callable[..., Any]:
-    """`of_stage` for the arrays of all stages. The stage's number is an operand: XLA has none with automatic axes."""
+    """Returns `of_stage` as a function of the arrays of all stages.
+
+    The number of each stage is an operand, because XLA cannot compute it if other axes are automatic.
+    """
     assert fold.mesh is not None
 
     def local(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
@@ -155,7 +162,7 @@ def _run(
 
 
 def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequence[jax.Array], sums: Sums) -> Values:
-    """Gradients of the parameters from the gradients of the scan's weights."""
+    """Computes the gradients of the layers' parameters from the gradients of the scan's weights."""
     if chain.casts:
         return [sums.layers[chain.casts.index(i)] for i in range(len(folded))]
     stacks, vjp = jax.vjp(prepare, list(folded))
@@ -176,7 +183,7 @@ def _check_mesh(mesh: Any, fold: Fold) -> None:
 
 
 def _stacked(params: Sequence[jax.Array], folded: Sequence[bool], layers: int) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of the loss function's parameters, for `layers` layers."""
+    """The shapes of the loss function's parameters in the model's order, for a model of `layers` layers."""
     return [
         jax.ShapeDtypeStruct((layers, *x.shape[2:]) if f else x.shape, x.dtype)
         for x, f in zip(params, folded, strict=True)
@@ -188,9 +195,10 @@ def _unfolded(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _folded(params: Sequence[jax.Array], fold: Fold, manual: bool) -> tuple[list[bool], int]:
-    """Which parameters are folded layers, and the length of a chunk.
+    """Returns for each parameter whether it is folded, and the number of layers in a chunk.
 
-    Candidates are parameters of shape [chunks, n, ...]. The n with the most elements is the chunk's length.
+    Candidates are parameters of shape [chunks, n, ...]. The n whose candidates have the most elements in total is the
+    number of layers in a chunk.
     """
     chunks = fold.places * (1 if manual else fold.stages)
     sizes: dict[int, int] = {}

@@ -14,7 +14,7 @@ from dhelix.passes import jax_compat
 
 
 def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Returns a function that computes variables `outputs` of `jaxpr` from variables `inputs`."""
+    """Returns a function that computes the variables `outputs` of `jaxpr` from its variables `inputs`."""
     needed = variables(outputs) - set(inputs)
     equations = []
     for equation in reversed(jaxpr.eqns):
@@ -26,14 +26,14 @@ def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """Traces `function` for arguments of these shapes. The result runs under any mesh of the same devices."""
+    """Traces `function` for arguments of these shapes. The result is a function for any mesh of the same devices."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure, run = jax.tree.structure(shapes), _runner(jaxpr)
     return lambda *arguments: structure.unflatten(run(*jax.tree.leaves(arguments)))
 
 
 def depending(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
-    """Variables of `jaxpr` that depend on `inputs`, including `inputs`."""
+    """The variables of `jaxpr` that depend on `inputs`, and `inputs` themselves."""
     reached = set(inputs)
     for equation in jaxpr.eqns:
         if not reached.isdisjoint(variables(equation.invars)):
@@ -51,12 +51,12 @@ def shape(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def as_numbers(values: Sequence[Any]) -> list[Any]:
-    """`values` with random keys replaced by their key data, which can be stored in slots and sent."""
+    """Returns `values` with each random key replaced by its key data. Key data can be stored and sent like numbers."""
     return [jax.random.key_data(value) if _is_key(value) else value for value in values]
 
 
 def as_keys(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """The inverse of `as_numbers`; `like` are the shapes of the original values."""
+    """The inverse of `as_numbers`. `like` holds the shapes of the original values."""
     return [_as_key(value, of) if _is_key(of) else value for value, of in zip(values, like, strict=True)]
 
 
@@ -75,7 +75,7 @@ def holds(jaxpr: Any, primitive: str) -> bool:
 
 
 def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
-    """A function that runs `jaxpr`, with its shardings moved to the mesh that is current at run time."""
+    """A function that runs `jaxpr`. When it is called, shardings in `jaxpr` are moved to the current mesh."""
 
     def run(*arguments: Any) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
@@ -136,13 +136,13 @@ def _is_key(value: Any) -> bool:
 
 
 def _as_key(numbers: jax.Array, like: Any) -> jax.Array:
-    kinds: list[Any] = []  # JAX tells the implementation of keys, not of their shapes
+    kinds: list[Any] = []  # the implementation of the keys; JAX returns it for a key, but not for the shape of a key
     jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(numbers, impl=kinds[0])
 
 
 def _const_on_mesh(value: Any, mesh: AbstractMesh) -> Any:
-    """Moves a constant that the loss function captured, such as a random key, to the mesh at run time."""
+    """Moves a constant that the loss function captured, such as a random key, to `mesh`."""
     sharding = getattr(jax.typeof(value), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh == mesh:
         return value

@@ -1,4 +1,4 @@
-"""A row of a direction's tables: what this stage does in one tick, with indices that are known only at run time."""
+"""Reads from the tables what one stage does in one tick. Tick and stage are known only at run time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dhelix.runtime.pipeline.tables import Direction
 
 
 class Row:
-    """One tick's entries of a direction's tables for one stage. The attributes are the arrays of `tables.Direction`."""
+    """The table entries of one direction for one tick and one stage. `row.NAME` reads the table `Direction.NAME`."""
 
     def __init__(self, table: Direction, tick: jax.Array, stage: jax.Array):
         self.table, self.tick, self.stage = table, tick, stage
@@ -19,7 +19,10 @@ class Row:
         return jnp.asarray(getattr(self.table, name))[self.tick, self.stage]
 
     def of_any_stage(self, name: str, condition: str) -> tuple[jax.Array, jax.Array]:
-        """Entry `name` of the one stage for which `condition` holds in this tick, and whether there is such a stage."""
+        """Entry `name` of the stage whose work has flag `condition` in this tick, and whether there is such a stage.
+
+        At most one stage has such work.
+        """
         chosen = getattr(self.table, condition) & self.table.on
         entry = np.where(chosen, getattr(self.table, name), 0).sum(axis=1)
         return jnp.asarray(entry.astype(np.int32))[self.tick], jnp.asarray(chosen.any(axis=1))[self.tick]

@@ -1,10 +1,11 @@
-"""Turns a schedule into tables by tick and stage, which the SPMD program reads.
+"""Turns a schedule into tables that the SPMD program reads. Each table has one entry per tick and stage.
 
     W, P = 2, forward      tick    0     1     2     3
     stage 0                       F0.0        F1.0  F0.3      tick 2: micro-batch 1, the first chunk, from the embedding
     stage 1                             F0.1  F0.2  F1.1      tick 3: micro-batch 1, from what tick 2 put in the inbox
 
-A message that arrives before it is needed waits in the stage's inbox. This module assigns the places; W needs one.
+A message that arrives before it is needed waits in the stage's inbox, an array with one or more places. This module
+assigns a place to each message. The schedule W needs one place only.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from dhelix.passes.pipeline_fold import Schedule, Work, patterns, scratch
 
 @dataclass(frozen=True)
 class Direction:
-    """What each stage does in one direction, int32[ticks, stages] or bool[ticks, stages].
+    """The tables of one direction, forward or backward: int32[ticks, stages] or bool[ticks, stages].
+
+    The work of a stage in a tick is the pass of one chunk for one micro-batch.
 
     Attributes:
       on: whether the stage has work.
-      microbatch: the micro-batch that it works on.
-      place: the index of the chunk among the stage's chunks.
-      layers: how many of the chunk's layers are no padding.
-      slot, reversed: position and order of the residuals in the ring. For a masked forward pass: where it may write.
+      microbatch: the micro-batch of the work.
+      place: the index of the work's chunk among the stage's chunks.
+      layers: number of the chunk's layers without padding layers.
+      slot: slot of the residual ring for the work's residuals. A stage without work may compute a forward pass along
+        with others and drop the result; then `slot` is where this pass may write.
+      reversed: whether the slot holds the residuals of the last layer first.
       takes: the inbox place that holds the work's input.
-      opens: whether the work reads no message, but the embedding's result or the head's cotangent.
-      closes: whether the work's result is no message, but the head's input or the embedding's cotangent.
-      stays: whether the stage itself reads the result next.
+      opens: whether the work reads the embedding's result or the head's cotangent instead of a message.
+      closes: whether the work's result goes to the head or the embedding's backward pass instead of another chunk.
+      stays: whether the stage itself reads the work's result next.
       puts: the inbox place for the message that arrives at the end of the tick.
-      late_stays, late_puts: `stays` and `puts` for the previous tick's result if it is sent late (`phases.Messages`).
+      late_stays, late_puts: `stays` and `puts` for the previous tick's result, if it is sent late (`phases.Messages`).
       inbox: the number of inbox places.
     """
 
@@ -93,18 +98,19 @@ def _works(schedule: Schedule, forward: bool) -> Iterator[tuple[int, int, Work |
 
 
 def _fill_inbox(schedule: Schedule, forward: bool, takes: np.ndarray, puts: np.ndarray, late_puts: np.ndarray) -> int:
-    """Fills in where messages wait. Returns the number of inbox places.
+    """Fills in the inbox place of each message (`takes`, `puts` and `late_puts`). Returns the number of inbox places.
 
-    A tick of this direction that receives no message writes all the same: to a place where no message waits.
+    If a tick of this direction receives no message, it still writes to the inbox, but to a place without a waiting
+    message.
     """
     layout, brings, places = schedule.layout, _brought(schedule, forward), 1
     for stage in range(layout.stages):
-        waiting: dict[int, int] = {}  # place: the tick that takes the message
+        waiting: dict[int, int] = {}  # inbox place -> the tick that takes the message
         was_late = False
         for tick, pattern in enumerate(patterns(schedule)):
             messages = pattern.activations if forward else pattern.cotangents
             goes = pattern.goes_forward if forward else pattern.goes_backward
-            # A message is taken at the start of a tick; new ones are put at the end.
+            # A stage takes a message at the start of a tick, and puts new messages at the end.
             waiting = {place: taken for place, taken in waiting.items() if taken > tick}
             writes = [(late_puts, brings.get((tick - 1, stage)) if was_late else None)] * bool(messages.before)
             writes += [(puts, brings.get((tick, stage)))] * (goes and not messages.late)

@@ -1,8 +1,8 @@
-"""Agreement between the processes of a job: that they are alike, and on facts that only some of them know.
+"""Lets the processes of a job check that they are alike, and share facts that only some of them know.
 
-All processes of `job` must call these functions together. A process that does not come in time is named in the error
-(`rendezvous`). Without a job, in a single process, nothing happens. By default the job is all processes of
-`jax.distributed`.
+All processes of `job` must call the same function together. If a process does not come in time, the error names it
+(`rendezvous`). Without a job, as in a single process, the functions use this process's value alone. By default, `job`
+contains all processes of `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ def check(purpose: str, record: Record, job: Job | None = EVERYONE, times: int =
     """Checks that all processes have the same record.
 
     Args:
-      purpose, times: as in `Job.meet`, here and below.
+      purpose, times: as in `Job.meet`. The functions below have the same arguments.
 
     Raises:
-      HostsDisagreeError: the records differ. Raised in every process, with the first entry that differs.
+      HostsDisagreeError: the records differ. Every process raises this error; it names the first entry that differs.
     """
     if (found := _job(job)) is not None:
         found.meet(purpose, records.dumps(record), records.check, times)
 
 
 def largest(purpose: str, value: int, job: Job | None = EVERYONE) -> int:
-    """The largest of all processes' values.
+    """Returns the largest of the values of all processes.
 
-    Use it for decisions that all processes must take alike, because reports and executables may differ between them.
+    Use it where all processes must make the same decision, but each computes the value from its own executable or
+    report, which may differ.
     """
     if (found := _job(job)) is None:
         return value
@@ -43,7 +44,7 @@ def largest(purpose: str, value: int, job: Job | None = EVERYONE) -> int:
 
 
 def gathered(purpose: str, text: str, job: Job | None = EVERYONE) -> list[str]:
-    """The texts of all processes, in the order of the processes."""
+    """Returns the texts of all processes, in the order of the processes."""
     if (found := _job(job)) is None:
         return [text]
     return json.loads(found.meet(purpose, text, lambda said: json.dumps([one.text for one in said])))
@@ -52,15 +53,17 @@ def gathered(purpose: str, text: str, job: Job | None = EVERYONE) -> list[str]:
 def together[T](
     purpose: str, make: Callable[[], T], errors: tuple[type[Exception], ...], job: Job | None = EVERYONE
 ) -> T:
-    """Returns the result of `make` if it succeeds in all processes. If it failed in only one, the others would hang.
+    """Calls `make` in all processes, and returns its result if it succeeds in all of them.
 
-    `make` must not wait for other processes.
+    Without this, the other processes would hang if `make` failed in one process. `make` must not wait for other
+    processes.
 
     Args:
-      errors: the errors that `make` may raise. In a single process they are raised unchanged.
+      errors: the errors that `make` may raise. In a single process, they are raised unchanged.
 
     Raises:
-      DhelixError: `make` failed somewhere. Raised in every process, with the error text of the first that failed.
+      DhelixError: `make` failed in some process. Every process raises this error. Its text is the error text of the
+        first process that failed.
     """
     if (found := _job(job)) is None:
         return make()
@@ -68,7 +71,7 @@ def together[T](
     why = ""
     try:
         made.append(make())
-    except errors as error:  # keep only the text: the traceback would keep the objects of `make` alive
+    except errors as error:  # keeps only the text, because the traceback would keep the objects of `make` alive
         why = " ".join(str(error).split()) or type(error).__name__
     if failed := found.meet(purpose, why, _first_words):
         raise DhelixError(failed)

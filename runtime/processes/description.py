@@ -1,12 +1,16 @@
-"""The properties of a step, and of the process that runs it, that must be alike in all processes of a job.
+"""Describes the properties of a step and its process that must be equal in all processes of a job.
 
-There are three records. The first is known before tracing: whether dhelix is on, versions, the step's options, and
-XLA's options. The second is known before XLA compiles: what the options resolve to on this process's GPUs. The third is
-known after compilation: the order of collectives.
+There are three records:
 
-Values are short texts that a message can show. Plans, profiles and long options are represented by a digest.
-Differences that do not change the program are not compared: folders of dumps and caches, paths of files with the same
-content, and the number of compiler threads.
+- The first record is known before tracing. It says whether dhelix is on, and contains versions, the step's options and
+  XLA's options.
+- The second record is known before XLA compiles. It says which costs, passes and memory limit the options lead to on
+  this process's GPUs.
+- The third record is known after compilation. It is the order of collectives.
+
+Values are short texts that a message can show. A digest stands for a plan, a profile or a long option. Settings that do
+not change the program are not compared: folders of dumps and caches, paths of files with the same content, and the
+number of compiler threads.
 """
 
 from __future__ import annotations
@@ -48,9 +52,9 @@ _OWN_FLAGS = re.compile(
 
 
 def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
-    """The record in which all processes must agree before a step is traced.
+    """Returns the record that must be equal in all processes before a step is traced.
 
-    With dhelix off, it holds only that, and the options that split the batch.
+    If dhelix is off, the record says only this, and contains the options that split the batch.
 
     Args:
       enabled: whether passes may run.
@@ -81,13 +85,15 @@ def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) ->
 def before_compiling(
     lowered: jax.stages.Lowered, manager: PassManager | None, memory_limit: int | None, left_alone: str | None
 ) -> Record:
-    """The record that must be alike before XLA compiles. For a step that is left alone: only that it is left alone.
+    """Returns the record that must be equal in all processes before XLA compiles.
+
+    If the step is left alone, the record says only this.
 
     Args:
       lowered: the lowered step before any pass.
       manager: holds the passes that run; None if no pass runs.
-      memory_limit: bytes that the step may need on a GPU, or None.
-      left_alone: why the step is left alone, or None.
+      memory_limit: bytes that the step may need on a GPU, or None if there is no limit.
+      left_alone: the reason if the step is left alone, or None.
     """
     runs = Entry(
         "what runs", "transformed" if left_alone is None else "as jax.jit runs it", left_alone or "", _CHOICE_ADVICE
@@ -105,13 +111,14 @@ def before_compiling(
 
 
 def after_compiling(order: str | None, marker: str) -> Record:
-    """The record that must be alike before the compiled step runs: the order of collectives.
+    """Returns the record that must be equal in all processes before the compiled step runs.
 
-    Programs may differ otherwise. For example, one host may print, or have a constant of its own.
+    It contains only the order of collectives. The programs may differ in other ways. For example, the program of one
+    host may print, or may contain a constant of its own.
 
     Args:
-      order: fingerprint of the order of collectives; None for a step that is left alone.
-      marker: fingerprint of the program and of the passes' other inputs; shown, not compared.
+      order: fingerprint of the order of collectives; None if the step is left alone.
+      marker: fingerprint of the program and of the passes' other inputs. Messages show it, but it is not compared.
     """
     if order is None:
         return [Entry("the order of collectives", "that of the plain step")]
@@ -119,7 +126,10 @@ def after_compiling(order: str | None, marker: str) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that make the executable. For jax and jaxlib, also the installed one if another runs."""
+    """Returns the versions of the packages that make the executable.
+
+    For jax and jaxlib, the text also has the installed version if the running version differs from it.
+    """
     found = fingerprint.versions()
     result = {"version of dhelix": found["dhelix"], "sources of dhelix": found["dhelix sources"]}
     for name, running in (("jax", jax.__version__), ("jaxlib", jaxlib.version.__version__)):
@@ -134,7 +144,7 @@ def versions() -> dict[str, str]:
 
 
 def xla_flags(flags: str) -> dict[str, str]:
-    """The flags of XLA_FLAGS that change the compiled program. If one occurs several times, the last counts."""
+    """Returns the flags in XLA_FLAGS that change the compiled program. If a flag occurs twice, the last one counts."""
     flags = flags.strip()
     if flags and not flags.startswith("-") and (text := _read(flags)) is not None:
         flags = text.decode(errors="replace")  # XLA_FLAGS may name a file of flags
@@ -143,7 +153,7 @@ def xla_flags(flags: str) -> dict[str, str]:
 
 
 def _shared_flags(flags: Mapping[str, str]) -> dict[str, str]:
-    """Drops flags that each host may set for itself. Represents files by their content."""
+    """Returns `flags` without flags that each host may set for itself. Digests of files replace the paths of files."""
     shared = {name: value for name, value in flags.items() if not _OWN_FLAGS.search(name)}
     contents = {name: _read(value) if "/" in value else None for name, value in shared.items()}
     return {
@@ -153,13 +163,13 @@ def _shared_flags(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(value: object) -> str | dict[str, str]:
-    """An option's value as messages show it."""
+    """The value of an option, as messages show it."""
     if value is None:
         return "none"
     if isinstance(value, Plan):
         return f"{short(value.program)} ({_digest(plan_files.dumps(value).encode())})"
     if isinstance(value, Profile):
-        # Not as a profile file: that lacks the times of another GPU that stand in for missing ones.
+        # This is not the text of a profile file, because that lacks times of other GPUs that replace missing times.
         text = json.dumps(fingerprint.plain(value, _kind), sort_keys=True)
         return f"{value.hardware} with link {value.link} ({_digest(text.encode())})"
     if isinstance(value, Mapping):
@@ -172,7 +182,7 @@ def _value(value: object) -> str | dict[str, str]:
 
 
 def _passes(passes: Sequence[Pass]) -> dict[str, str]:
-    """Options of each pass, by number and name; a digest if long, because they may include a profile."""
+    """The options of each pass, by its number and name. Long options become a digest; they may include a profile."""
     options = (json.dumps(fingerprint.plain(one, _kind), sort_keys=True) for one in passes)
     return {
         f"{number} {one.name}": text if len(text) < 80 else _digest(text.encode())
@@ -181,7 +191,7 @@ def _passes(passes: Sequence[Pass]) -> dict[str, str]:
 
 
 def _shapes(lowered: jax.stages.Lowered) -> dict[str, str]:
-    """Types and shapes of the arrays of each argument, by its number or name."""
+    """The types and shapes of the arrays in each argument, by the argument's number or name."""
     args, kwargs = lowered.in_avals
     named = {**{f"[{number}]": argument for number, argument in enumerate(args)}, **kwargs}
     return {
@@ -191,7 +201,7 @@ def _shapes(lowered: jax.stages.Lowered) -> dict[str, str]:
 
 
 def _costs(passes: Sequence[Pass]) -> str:
-    """Source of the passes' costs, taken from the first pass that has a cost model."""
+    """The profile and launch setting of the passes' costs, taken from the first pass that has a cost model."""
     for one in passes:
         model = getattr(one, "model", None)
         if isinstance(model, CostModel):
@@ -210,7 +220,7 @@ def _text(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """Stands for a value that has no text that is the same on every host."""
+    """The name of a value's type. It stands for a value whose text may differ between hosts."""
     return type(value).__name__
 
 

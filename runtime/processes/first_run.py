@@ -1,4 +1,4 @@
-"""The points at which a decorated step takes part in the agreement between the processes of its job.
+"""Defines the points at which a decorated step compares itself with the same step in the job's other processes.
 
     run = FirstRun("step", options)  # at decoration
     with run.taking_part(on, kind, jitted, args, kwargs) as (enabled, key):  # at each call; agrees at the first
@@ -6,9 +6,10 @@
     check_choice(...)  # once per program, before XLA compiles it
     check_order(...)  # and after that; `Job.leave` if something fails
 
-A process that fails inside the context tells the others. So does a process that ends after it decorated a step. A step
-takes part if its arguments or its program use devices of other processes. A step on this process's own devices waits
-for nobody. The same step may be called both ways, so this is decided for each kind of arguments.
+If a process fails inside the context, or ends after it decorated a step, it tells the other processes. A step takes
+part in the comparison if its arguments or its program use devices of other processes. A step that uses only devices of
+its own process does not wait for other processes. A step may be called in both ways, so this is decided for each kind
+of arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dhelix.runtime.processes.rendezvous import AT_WORK, Job
 
 
 class FirstRun:
-    """A decorated step's part in the agreement of its job."""
+    """Compares one decorated step with the same step in the job's other processes, at its first call."""
 
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
         """
@@ -56,20 +57,20 @@ class FirstRun:
     def taking_part(
         self, on: Callable[[], bool], kind: Callable[[], Hashable], jitted: Any, args: Any, kwargs: Any
     ) -> Iterator[tuple[bool, Hashable | None]]:
-        """Wraps everything between a call and the run of the compiled step.
+        """Wraps everything that happens between a call of the step and the run of the compiled step.
 
-        At the first call the processes agree on the step. An error inside the context stops all processes. The context
-        yields the results of `on` and `kind`.
+        At the first call, all processes compare their versions and options of the step. An error inside the context
+        stops all processes. The context yields the results of `on` and `kind`.
 
         Args:
           on: returns whether dhelix may change programs.
-          kind: returns a key that is equal for calls that run the same program; None if that is unknown. It is not
-            called in a single process with dhelix off.
+          kind: returns a key that is equal for calls that run the same program, or None if no key is known. In a single
+            process with dhelix off, `kind` is not called, and the context yields None in its place.
           jitted: the step as `jax.jit` returned it.
           args, kwargs: arguments of the call.
 
         Raises:
-          HostsDisagreeError: another process has another step, has failed, or does not come in time.
+          HostsDisagreeError: another process has a different step, has failed, or does not come in time.
         """
         if jax_compat.coordination_client() is None or jax_compat.process_total() < 2:
             enabled = on()
@@ -89,17 +90,20 @@ class FirstRun:
             raise
 
     def clear(self) -> None:
-        """Forgets the kinds of arguments, but not the agreements."""
+        """Forgets the kinds of arguments. Jobs that have compared the step once do not compare it again."""
         with self._lock:
             self._jobs.clear()
 
     def _agree(self, enabled: bool, kind: Hashable, jitted: Any, args: Any, kwargs: Any) -> Job | None:
-        """Agrees with the processes that run the step on these arguments and returns them; None if there are none."""
+        """Returns the job of all processes that run the step on these arguments, or None if only this process runs it.
+
+        If the job has not compared the step yet, the step is compared first.
+        """
         with self._lock:
             if kind is not None and kind in self._jobs:
                 return self._jobs[kind]
             job = _of_arguments(jitted, args, kwargs)
-            if job is None:  # the function itself may choose the devices
+            if job is None:  # the step's function may choose devices that no argument is on
                 job = of_program(jitted.lower(*args, **kwargs))
             if job is not None and job not in self._agreed:
                 record = description.before_tracing(enabled, self._options, jitted)
@@ -112,7 +116,7 @@ class FirstRun:
 
 @contextlib.contextmanager
 def decorating() -> Iterator[None]:
-    """Wraps a decoration: an error inside also stops the other processes when they next run a step."""
+    """Wraps a decoration. After an error inside, the other processes stop when they next run a step."""
     try:
         yield
     except Exception as error:
@@ -122,7 +126,7 @@ def decorating() -> Iterator[None]:
 
 
 def of_program(lowered: jax.stages.Lowered) -> Job | None:
-    """The processes whose devices the program runs on; None if only this process has any."""
+    """The job of all processes whose devices the program runs on; None if it uses devices of this process only."""
     return rendezvous.of(device.process_index for device in jax_compat.devices(lowered))
 
 
@@ -139,19 +143,19 @@ def check_choice(
     Args:
       name: name of the step.
       lowered: the lowered step before any pass.
-      manager: holds the passes; None if an error left the step alone.
-      memory_limit: bytes that the step may need on a GPU, arguments included, or None.
-      left_alone: why the step is left alone, or None.
+      manager: holds the passes. None: the step is left alone because of an error.
+      memory_limit: bytes that the step may need on a GPU, arguments included. None: there is no limit.
+      left_alone: the reason if the step is left alone, or None.
       job: the result of `of_program`.
 
     Raises:
-      HostsDisagreeError: the processes differ. Raised in every process.
+      HostsDisagreeError: the processes differ. Every process raises this error.
     """
     if job is None:
         return
     record = description.before_compiling(lowered, manager, memory_limit, left_alone)
     purpose, times = f"compile step {name!r}", AT_WORK
-    if job.has_met(purpose):  # not the first program: the agreement at the first call did not bring all processes here
+    if job.has_met(purpose):  # not the step's first program, so no meeting just before has brought all processes here
         purpose, times = f"compile another program of step {name!r}, for example for arguments of other shapes", 1
     agreement.check(purpose, record, job, times)
 
@@ -166,10 +170,10 @@ def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, jo
       job: the result of `of_program`.
 
     Returns:
-      The fingerprint of the order of collectives; None for a step that is left alone, or without a job.
+      The fingerprint of the order of collectives; None if the step is left alone or `job` is None.
 
     Raises:
-      HostsDisagreeError: the processes differ. Raised in every process.
+      HostsDisagreeError: the processes differ. Every process raises this error.
     """
     if job is None:
         return None
@@ -179,7 +183,10 @@ def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, jo
 
 
 def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
-    """The processes whose devices hold arguments or appear in the step's shardings; None if there are no others."""
+    """The job of all processes whose devices hold arguments or appear in the step's shardings.
+
+    None if these are devices of this process only.
+    """
     leaves = [*jax.tree.leaves((args, kwargs)), *jax_compat.jit_shardings(jitted)]
     places = (getattr(leaf, "sharding", leaf) for leaf in leaves if not isinstance(leaf, Tracer))
     apart = {place for place in places if isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable}
@@ -188,12 +195,15 @@ def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
 
 @functools.cache
 def _tell_at_exit() -> None:
-    """Exit handlers run in reverse order, so this one runs before JAX, imported earlier, leaves the job."""
+    """Registers the exit handler `_at_exit`.
+
+    Exit handlers run in reverse order. JAX is imported earlier, so this handler runs before JAX leaves the job.
+    """
     atexit.register(_at_exit, os.getpid())
 
 
 def _at_exit(process: int) -> None:
-    """Tells the processes that would wait for this one. Does nothing in a fork of it."""
+    """Tells the other processes of all jobs that this process ends. In a fork of the process, it does nothing."""
     if os.getpid() != process or jax_compat.coordination_client() is None:
         return
     error = getattr(sys, "last_exc", None)

@@ -1,10 +1,10 @@
-"""The launch setting of this process, and the one that a plan wants.
+"""Finds the launch setting of this process, and compares it with the launch setting of a plan.
 
-Some choices hold for a whole process and change all times measured in it: the number of CUDA connections, whether NCCL
-uses copy engines, whether buffers are symmetric memory, and whether kernels start as CUDA graphs
-(`profiles.profile.SETTINGS`). A plan is made for one launch setting, which cannot change while the process runs. This
-module sets no variables, except in `without_graphs`. It inspects the process when its first step is lowered; if the
-setting differs, one line in the log says how to start the process.
+A launch setting is a set of choices that hold for a whole process and change all times that are measured in it
+(`profiles.profile.SETTINGS`). The choices are the number of CUDA connections, whether NCCL uses copy engines, whether
+buffers are symmetric memory, and whether kernels start as CUDA graphs. A launch setting cannot change while the process
+runs. A plan is made for one launch setting. When the first step is lowered, this module compares the two settings. If
+they differ, one line in the log says how to start the process. Only `without_graphs` sets environment variables.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dhelix.profiles.profile import SETTINGS, LaunchSetting
 GRAPHS = "xla_gpu_enable_command_buffer"
 NO_GRAPHS: Mapping[str, str] = MappingProxyType({GRAPHS: ""})
 """XLA options for a program without CUDA graphs."""
-# The kinds of commands that XLA puts into CUDA graphs by default, and those of them that cannot contain custom calls.
+# The kinds of commands that XLA puts into CUDA graphs by default, and among them the kinds that hold no custom calls.
 _USUAL_KINDS = frozenset({
     "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL"
 })  # fmt: skip
 _FREE_OF_CALLS = frozenset({"FUSION", "CUBLAS", "CUBLASLT", "CUDNN"})
-_LINKS = ("nvlink", "no-p2p")  # the `hardware.LINKS` that one process can have
+_LINKS = ("nvlink", "no-p2p")  # the links in `hardware.LINKS` that can connect the GPUs of one process
 
 _USUAL: Mapping[str, str] = MappingProxyType({
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -40,16 +40,16 @@ _USUAL: Mapping[str, str] = MappingProxyType({
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": "false",
     "xla_gpu_enable_nccl_user_buffers": "false",
 })  # fmt: skip
-"""The variables and flags that distinguish launch settings, with their defaults. "" means NCCL's own default. XLA's
-default CUDA graphs count as no graphs, because profiling switches graphs off."""
+"""The variables and flags that distinguish launch settings, with their defaults. "" means NCCL's own default. A process
+with XLA's default CUDA graphs counts as one without graphs, because profiling such a process switches graphs off."""
 
 
 def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> LaunchSetting:
-    """The launch setting that a process with this environment runs under.
+    """Returns the launch setting of a process with this environment.
 
     Args:
       environment: environment variables, including XLA_FLAGS.
-      options: further XLA options, without dashes; they override XLA_FLAGS.
+      options: further XLA options without leading dashes. They override XLA_FLAGS.
 
     Raises:
       DhelixError: no launch setting matches the process.
@@ -69,18 +69,19 @@ def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None
 def nearest(
     measured: Container[str], environment: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> tuple[str | None, str]:
-    """The launch setting whose costs are used for a process, and a line for the log if it is not the process's own.
+    """Returns the measured launch setting that is nearest to a process's setting. Its costs are used for the process.
 
-    A setting fits if all its non-default values are the process's, too. The fitting setting with the most such values
-    is used, the first one on a tie. For example, a process with one connection and an unusual number of channels gets
-    the costs of `connections1`.
+    A setting fits if the process has all its non-default values, too. Among the fitting settings, the one with the most
+    non-default values is nearest; if several have equally many, it is the first of them. For example, a process with
+    one connection and an unusual number of channels gets the costs of `connections1`.
 
     Args:
       measured: names of the settings to choose from.
       environment, options: as in `setting_of`.
 
     Returns:
-      (name, line): the name is None if no setting fits; the line is "" if the setting is the process's own.
+      The name of the setting, or None if no setting fits; and a line for the log, or "" if the setting has exactly the
+      values of the process.
     """
     here = _of_process(environment, options)
     known = [setting for name, setting in SETTINGS.items() if name in measured]
@@ -95,7 +96,11 @@ def nearest(
 
 
 def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
-    """The link between GPUs: `link`, or what NCCL_P2P_DISABLE implies. Raises DhelixError if it is not possible."""
+    """Returns the link between GPUs: `link` if it is given, or else the link that NCCL_P2P_DISABLE implies.
+
+    Raises:
+      DhelixError: `link` is unknown, or contradicts NCCL_P2P_DISABLE.
+    """
     disabled = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
     if link is None:
         return "no-p2p" if disabled else "nvlink"
@@ -107,17 +112,20 @@ def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
 
 
 def graphs_hold_calls(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> bool:
-    """Whether the CUDA graphs that XLA makes may contain custom calls; arguments as in `setting_of`."""
+    """Whether the CUDA graphs that XLA makes may contain custom calls. The arguments are those of `setting_of`."""
     return not _kinds_in_graphs(environment, options) <= _FREE_OF_CALLS
 
 
 def calls_outside_graphs(environment: Mapping[str, str]) -> dict[str, str]:
-    """XLA options that restrict the process's CUDA graphs to kinds without custom calls."""
+    """Returns XLA options that keep custom calls out of the process's CUDA graphs."""
     return {GRAPHS: ",".join(sorted(_kinds_in_graphs(environment) & _FREE_OF_CALLS))}
 
 
 def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """The kinds of commands in CUDA graphs: a list, or changes to the default one (`+A,-B`)."""
+    """The kinds of commands that XLA puts into CUDA graphs.
+
+    The flag's value is a list of kinds, or a list of changes to the default kinds (`+A,-B`).
+    """
     flags = {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})}
     if GRAPHS not in flags:
         return _USUAL_KINDS
@@ -129,18 +137,18 @@ def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] 
 
 
 def without_graphs(environment: MutableMapping[str, str]) -> None:
-    """Adds the XLA flag that switches CUDA graphs off. In a running process: call it before JAX looks for devices."""
+    """Adds the XLA flag that switches CUDA graphs off. It has an effect only before JAX looks for devices."""
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --{GRAPHS}=".strip()
 
 
 def difference(
     target: PlanTarget, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """One line that says how to start the process for a plan with this target; None if the process already fits.
+    """Returns one line that says how to start the process for a plan, or None if the process already fits the plan.
 
     Args:
       target: target of the plan.
-      environment: by default this process's.
+      environment: environment variables; default: the variables of this process.
       options: as in `setting_of`.
     """
     environment = os.environ if environment is None else environment
@@ -156,7 +164,7 @@ def difference(
 
 
 def _command(target: PlanTarget, environment: Mapping[str, str]) -> str:
-    """The variables to put before the command in a shell. Keeps the process's other XLA flags."""
+    """The variables to put before the command in a shell. The value of XLA_FLAGS keeps the process's other flags."""
     names = _flags(target.xla_flags).keys()
     kept = [f for f in environment.get("XLA_FLAGS", "").split() if _name(f) not in (*names, *_USUAL)]
     flags = " ".join([*kept, *target.xla_flags])
@@ -181,7 +189,7 @@ def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[s
 
 
 def _flags(words: Iterable[str]) -> dict[str, str]:
-    """Parses `--name=value`. The last of several counts; a flag without a value is "true"."""
+    """Parses flags of the form `--name=value`. If a flag occurs twice, the last counts. A missing value is "true"."""
     parts = (word.removeprefix("--").partition("=") for word in words)
     return {name: value if equals else "true" for name, equals, value in parts}
 
@@ -191,6 +199,6 @@ def _name(flag: str) -> str:
 
 
 def _words(unusual: Mapping[str, str]) -> str:
-    """The values as a user writes them to start a process."""
+    """The non-default values as a user writes them to start a process."""
     parts = (f"--{name}={value}" if name.startswith("xla_") else f"{name}={value}" for name, value in unusual.items())
     return ", ".join(parts) or "nothing special"

@@ -1,14 +1,15 @@
-"""Nodes: which devices share one, and one machine that emulates several.
+"""Finds which devices share a node, and emulates several nodes on one machine.
 
-NCCL distinguishes hosts by NCCL_HOSTID. Processes with different IDs do not use NVLink, peer-to-peer access or shared
-memory between them, which leaves sockets, here of the loopback device. NCCL_IB_DISABLE forces sockets even if there is
-a fast network. JAX treats every process as a host anyway:
+For the emulation, each process poses as a node. NCCL distinguishes hosts by NCCL_HOSTID. Between processes with
+different IDs, NCCL does not use NVLink, peer-to-peer access or shared memory. So it uses sockets, here of the loopback
+device. NCCL_IB_DISABLE forces sockets even if the machine has a fast network. JAX treats every process as a host
+anyway. This example starts the processes:
 
     for node in emulated_nodes(2, 2, port):                     # two nodes of two GPUs, out of four of one machine
         Popen([...], env={**os.environ, **node.environment})    # in it: node.initialize(), then as on any cluster
 
-Real nodes differ in nothing else. There the job's launcher names the coordinator and sets none of these variables.
-`profiles.hardware` describes such a machine as "<GPU>-two-nodes".
+On real nodes, the job's launcher names the coordinator and sets none of these variables. The program is the same.
+`profiles.hardware` describes a machine with two emulated nodes as "<GPU>-two-nodes".
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[l
 
     Args:
       devices: devices such as `jax.devices()`, in any order.
-      gpus_per_node: None if each process is a node, as with one process per host and with `emulated_nodes`.
-        Otherwise devices are ordered by process and id, and each group of this many consecutive devices is a node.
+      gpus_per_node: number of GPUs per node. Devices are ordered by process and id, and each group of this many
+        consecutive devices is a node. None: each process is a node, as in jobs with one process per host and with
+        `emulated_nodes`.
 
     Raises:
       DhelixError: the nodes have different sizes.
@@ -50,13 +52,16 @@ def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[l
 
 
 def gpus_per_node(devices: Sequence[Any]) -> int:
-    """GPUs per node, if the program's devices span several nodes, ordered node by node with equal counts; otherwise 0.
+    """Returns the number of GPUs per node, if the devices of a program span several nodes evenly; otherwise 0.
 
-    In a job of several processes JAX calls a host's GPUs a slice, so each slice is a node. In two cases each process is
-    a node instead: emulated nodes share one host, and all hosts of `deviceless` GPUs may be one slice.
+    Evenly means that the devices are ordered node by node, with equal numbers of GPUs per node.
+
+    In a job of several processes, JAX calls the GPUs of one host a slice, so each slice is a node. In two cases, each
+    process is a node instead. Emulated nodes share one host, so they are one slice. `deviceless` GPUs of several hosts
+    may also be one slice.
     """
     of_job = jax.process_count() > 1 and _POSED_AS not in os.environ
-    # Devices other than GPUs may have no slices.
+    # Devices other than GPUs may lack `slice_index`.
     nodes = [getattr(d, "slice_index", d.process_index) if of_job else d.process_index for d in devices]
     runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
     several = len(runs) == len(set(nodes)) > 1
@@ -65,11 +70,12 @@ def gpus_per_node(devices: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """One of several processes that emulate nodes.
+    """One of several processes on one machine. Each of these processes poses as a node.
 
     Attributes:
       coordinator: address of the coordinator.
-      processes, process: number of processes, and the number of this one.
+      processes: number of processes in the job.
+      process: number of this process.
       environment: variables to set before the process starts.
       local_device_ids: the GPUs of this machine that belong to this node.
     """
@@ -81,17 +87,19 @@ class NodeProcess:
     environment: Mapping[str, str]
 
     def initialize(self) -> None:
-        """Joins the job. Call it in the process itself, before JAX looks for devices."""
+        """Joins the job. The process itself must call this before JAX looks for devices."""
         jax.distributed.initialize(
             self.coordinator, self.processes, self.process, local_device_ids=list(self.local_device_ids)
         )
 
 
 def emulated_nodes(nodes: int, gpus_per_node: int, port: int) -> list[NodeProcess]:
-    """Describes processes to start on one machine that NCCL treats as nodes, so traffic between them is TCP.
+    """Describes the processes to start on one machine so that NCCL treats each process as a node.
+
+    Traffic between these processes uses TCP.
 
     Args:
-      nodes: number of nodes, one process each.
+      nodes: number of nodes; each node is one process.
       gpus_per_node: GPUs of each node.
       port: a free port of this machine, for the coordinator.
     """

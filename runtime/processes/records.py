@@ -1,4 +1,4 @@
-"""The records that processes compare, and the first difference between them, in words."""
+"""Defines the records that processes compare, and the message that describes the first difference."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LONGEST = 120  # characters; messages shorten longer values
 
 @dataclass(frozen=True)
 class Entry:
-    """One property that must be alike in all processes.
+    """One property that must be equal in all processes.
 
     Attributes:
       what: name of the property; unique in a record.
-      value: the value to compare: a short text, or several texts by name.
-      note: shown next to the value, not compared.
-      advice: what to do if processes differ.
+      value: the value to compare. It is a short text, or several texts by name.
+      note: text that messages show next to the value. It is not compared.
+      advice: what the user should do if processes differ.
     """
 
     what: str
@@ -31,7 +31,10 @@ class Entry:
     advice: str = "Start every process with the same source, options, files, flags and package versions"
 
     def of(self, name: str) -> str:
-        """The value of this name. With name "": the only value, or the names of all values."""
+        """Returns the text called `name`. If the value is a single text, returns this text for every name.
+
+        If the value is several texts and `name` is "", returns a list of their names as text.
+        """
         if isinstance(self.value, str):
             return self.value
         return self.value.get(name, NOT_GIVEN) if name else ", ".join(self.value) or NOT_GIVEN
@@ -41,7 +44,7 @@ type Record = Sequence[Entry]
 
 
 def short(text: str) -> str:
-    """`text`; if it is long, its beginning and a digest of the whole."""
+    """Returns `text`. If it is long, returns its beginning and a digest of the whole text."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({fingerprint.of_bytes(text.encode())})"
 
 
@@ -54,9 +57,9 @@ def loads(text: str) -> Record:
 
 
 def check(said: Sequence[Said]) -> str:
-    """Raises HostsDisagreeError for the first difference, in the order of the entries.
+    """Raises HostsDisagreeError for the first entry that differs, in the order of the entries.
 
-    `Job.meet` calls this function as its `judge`.
+    This is a `judge` for `Job.meet`. It returns "" if all records are equal.
     """
     if len({one.text for one in said}) == 1:
         return ""
@@ -70,7 +73,7 @@ def check(said: Sequence[Said]) -> str:
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
-    """The names of an entry's values in all processes; only "" if the entry is a single text in some process."""
+    """The names of an entry's texts in all processes; only "" if the entry is a single text in some process."""
     several = [entry.value for entry in entries if not isinstance(entry.value, str)]
     if len(several) < len(entries):
         return [""]

@@ -1,16 +1,17 @@
-"""Meetings of the processes of a job: each sends a text, the first process judges, and all receive the verdict.
+"""Holds meetings of a job's processes: each sends a text, the first process judges all texts, all receive the verdict.
 
 Meetings use the key-value store of JAX's coordination service, which `jax.distributed.initialize()` starts. A device
-collective would wait for ever for a process that does not come. Calls to the store time out, and they work before any
-device does.
+collective would wait for ever for a process that does not come. Calls to the store time out, and they work before JAX
+has initialized devices.
 
     dhelix/<job>/<number>/said/<process>    the text of a process, or its failure
     dhelix/<job>/<number>/missing           the processes that the first one waits for, if it waits long
     dhelix/<job>/<number>/verdict           a result for all, or why all stop
 
-Each process numbers meetings by itself, and each text states its purpose, so processes that come to different meetings
-are told so. A failing process reports at the next meeting, where the others will look. The numbers therefore stay in
-step, even if that process goes on. With n processes a meeting takes about 4 n small calls to the store.
+Each process counts its meetings, and each text states the purpose of the meeting. So processes that come to the same
+number with different purposes get an error. A process that fails reports this at its next meeting, where the others
+will look. The report also counts as a meeting, so all processes have the same count even if the failed process goes on.
+A meeting of n processes takes about 4 n small calls to the store.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from dhelix.passes.framework.manager import say_once
 TIMEOUT = "DHELIX_AGREEMENT_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0
 AT_WORK = 6
-"""Factor on the timeout once all came to the step: others may still compile what this process found in a cache."""
+"""Factor on the timeout after all processes came to the step, because some may compile where others use a cache."""
 
-_FIRST_REPORT = 10.0  # seconds until the log names the missing; each later interval is 3 times as long
+_FIRST_REPORT = 10.0  # seconds until the log names missing processes; each later interval is 3 times as long
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.002, 0.25  # seconds between two reads of the store
-_LONGEST_CALL = 1.0  # seconds
-_NAMED = 4  # processes that a message names; it counts the rest
-_LONGEST_ERROR = 400
+_LONGEST_CALL = 1.0  # seconds that one call may wait
+_NAMED = 4  # number of processes that a message names; it only counts the others
+_LONGEST_ERROR = 400  # characters
 
 Judge = Callable[[Sequence["Said"]], str]
 
 
 class Said(NamedTuple):
-    """A process's contribution to a meeting."""
+    """What one process says in a meeting."""
 
     process: int
     host: str
     purpose: str
     text: str
-    failed: str = ""
-    leaves: str = ""
+    failed: str = ""  # the error, if the process has failed
+    leaves: str = ""  # the reason, if the process leaves the step alone
 
     @property
     def speaker(self) -> str:
@@ -65,7 +66,7 @@ class LeftAloneError(DhelixError):
 
 
 class Job:
-    """The processes that run a program together, from the view of one of them."""
+    """The processes that run a program together. The object serves one of them."""
 
     def __init__(self, store: Any, processes: tuple[int, ...], own: int) -> None:
         """
@@ -90,41 +91,42 @@ class Job:
         return self._own == self.processes[0]
 
     def meet(self, purpose: str, text: str, judge: Judge, times: int = AT_WORK) -> str:
-        """Holds one meeting, to which all processes of the job must come.
+        """Holds one meeting. All processes of the job must call this method.
 
         Args:
-          purpose: what all are about to do, such as "run step 'f'".
+          purpose: what all processes are about to do, such as "run step 'f'".
           text: the text of this process.
           judge: maps all texts, in the order of the processes, to the result, or raises HostsDisagreeError. Only the
             first process calls it.
-          times: factor on `timeout()`: how long the other processes may take.
+          times: the other processes may take `times * timeout()` seconds to come.
 
         Returns:
           The result of `judge`, in every process.
 
         Raises:
-          HostsDisagreeError: in every process: `judge` raised it, or a process came for another purpose, failed, or
-            did not come in time.
-          LeftAloneError: in every process: one of them called `leave`.
+          HostsDisagreeError: `judge` raised it, or a process came for another purpose, failed, or did not come in time.
+            Every process raises this error.
+          LeftAloneError: a process called `leave`. Every process raises this error.
         """
         return self._meet(purpose, judge, times, {"purpose": purpose, "text": text})
 
     def has_met(self, purpose: str) -> bool:
-        """Whether all processes have met for this purpose before; the same answer in all of them."""
+        """Whether all processes have met for this purpose before. The answer is the same in all processes."""
         return purpose in self._met
 
     def leave(self, why: str, error: Exception) -> str:
-        """Tells the next meeting, whatever its purpose, that this process leaves the step alone, so that all do.
+        """Says in the next meeting that this process leaves the step alone. Then all processes leave the step alone.
 
         Args:
           why: why this process leaves the step alone.
-          error: the error that led here. If it is a LeftAloneError, the meeting has already taken place.
+          error: the error because of which the step is left alone. If it is a LeftAloneError, the meeting has already
+            taken place.
 
         Returns:
-          The name of the first process that left, and its reason.
+          The name of the first process that left the step alone, and its reason.
 
         Raises:
-          HostsDisagreeError: in every process: one has failed, or did not come in time.
+          HostsDisagreeError: a process has failed, or did not come in time. Every process raises this error.
         """
         if isinstance(error, LeftAloneError):
             return str(error)
@@ -135,7 +137,7 @@ class Job:
 
     def _meet(self, purpose: str, judge: Judge, times: int, words: dict[str, str]) -> str:
         with self._lock:
-            patience = times * timeout()  # if this raises, `fail` reports it at this same meeting
+            patience = times * timeout()  # if this line raises, `fail` reports the error at this meeting
             folder = self._next()
             try:
                 self.store.key_value_set(f"{folder}/said/{self._own}", self._words(**words))
@@ -156,7 +158,7 @@ class Job:
         return verdict["result"]
 
     def fail(self, why: str) -> None:
-        """Reports at the next meeting that this process failed. Does not wait and raises nothing."""
+        """Reports at the next meeting that this process failed. This method does not wait, and raises no error."""
         if not self._lock.acquire(timeout=_LONGEST_CALL):
             return  # another thread of this process is at a meeting
         folder = self._next()
@@ -171,7 +173,7 @@ class Job:
             self._lock.release()
 
     def introduce(self) -> None:
-        """Tells the others this process's host name, so that they can name it if it does not come."""
+        """Tells the other processes this process's host name. They show it if this process does not come."""
         try:
             self.store.key_value_set(f"{self._folder}/host/{self._own}", self._hosts[self._own], allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
@@ -203,7 +205,7 @@ class Job:
             self._announce(folder, stopped=self._failure(one_line(error)))
             raise
         self._announce(folder, **verdict)
-        for number in range(self._first_kept, self._number):  # all are here, so all read those verdicts
+        for number in range(self._first_kept, self._number):  # all processes are here, so they have read these verdicts
             self.store.key_value_delete(f"{self._folder}/{number}/")
         self._first_kept = self._number
         return verdict
@@ -239,7 +241,7 @@ class Job:
         return sorted(found)
 
     def _follow(self, folder: str, purpose: str, patience: float) -> dict[str, str]:
-        """Waits for the verdict. Only the first process reads all texts, to keep the number of calls small."""
+        """Waits for the verdict of the first process. Only that process reads all texts, so there are few calls."""
         waiting = _Waiting(patience)
         while True:
             try:
@@ -254,7 +256,7 @@ class Job:
                 waiting.report(missing, purpose)
 
     def _missing(self, folder: str) -> str:
-        """The processes that the first one waits for, or the first process itself if it has not come."""
+        """The processes that the first process waits for, or the first process itself if it has not come."""
         first = self.processes[0]
         if self._try(f"{folder}/said/{first}") is None:
             return self._named([first])
@@ -279,7 +281,7 @@ _jobs: dict[tuple[int, ...], Job] = {}
 
 
 def of(processes: Iterable[int]) -> Job | None:
-    """The job of these processes; None if this process is not one of several, or if it cannot reach the others."""
+    """The job of these processes. None if there is only one, or if this process is not among them or cannot join."""
     numbers = tuple(sorted(set(processes)))
     if len(numbers) < 2:
         return None
@@ -300,7 +302,7 @@ def of(processes: Iterable[int]) -> Job | None:
 
 
 def everyone() -> Job | None:
-    """The job of all processes. Starts no backend."""
+    """The job of all processes. The function does not initialize JAX's backends."""
     return None if jax_compat.coordination_client() is None else of(range(jax_compat.process_total()))
 
 
@@ -311,7 +313,7 @@ def known() -> list[Job]:
 
 
 def timeout() -> float:
-    """Seconds to wait for others at a step's first run. Raises DhelixError if the variable is not a positive number."""
+    """Seconds to wait for other processes at a step's first run. Raises DhelixError if TIMEOUT has a bad value."""
     value = os.environ.get(TIMEOUT, "").strip()
     try:
         seconds = float(value) if value else DEFAULT_TIMEOUT
@@ -323,7 +325,7 @@ def timeout() -> float:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error in one line, shortened for another process's log."""
+    """The type and text of an error in one line, shortened for the logs of other processes."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
 
@@ -333,7 +335,7 @@ def name_of(process: int, host: str) -> str:
 
 
 def names_of(processes: Sequence[tuple[int, str]]) -> str:
-    """Process numbers and hosts; names the first few and counts the rest."""
+    """A text with the numbers and hosts of the first few processes, and with the number of the others."""
     named = ", ".join(name_of(*one) for one in processes[:_NAMED])
     return named if len(processes) <= _NAMED else f"{named} and {len(processes) - _NAMED} more"
 
@@ -353,7 +355,7 @@ class _Waiting:
         return time.monotonic() - self._begin >= self._next_report
 
     def milliseconds(self) -> int:
-        """Timeout of the next call: ends at the next report or deadline, but short, so that a user can interrupt."""
+        """Timeout of the next call. It ends at the next report or deadline; it is short so that users can interrupt."""
         end = self._begin + min(self._next_report, self._patience)
         return max(1, int(1000 * min(_LONGEST_CALL, end - time.monotonic())))
 

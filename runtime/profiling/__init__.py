@@ -1,1 +1,1 @@
-"""Measures the cost of operators, collectives and pairs of them on the local GPUs."""
+"""Measures how long operators, collectives and pairs of both take on the local GPUs."""

@@ -1,7 +1,8 @@
-"""Programs that measure collectives: every kind and size, within and across nodes, one group alone and all at once.
+"""Programs that measure the time of collectives of every kind and size, within nodes and across nodes.
 
-A planner needs t(kind, bytes, p0 x p1): the time of a collective over p0 GPUs on each of p1 nodes (AMSP, section IV-A).
-The keys of such a table and the programs that measure it:
+A planner needs a table of t(kind, bytes, p0 x p1), the time of a collective over p0 GPUs on each of p1 nodes (AMSP,
+section IV-A). Here, the table has up to two times for each p0 x p1: for one group of GPUs that communicates alone, and
+for several groups at once. This example makes the keys of the table and runs the programs that measure it:
 
     keys = tables(jax.devices())                  # all-gather 65536B 2x1 groups=1 nccl, ...
     for program in programs(keys, jax.devices(), H200):
@@ -10,20 +11,21 @@ The keys of such a table and the programs that measure it:
             where = program.instances(compiled_module(compiled))  # {"all_gather.45": (key, repeat), ...}
             compiled(*program.arguments())        # once to connect the GPUs, then under the profiler
 
-There is one program per grouping of the GPUs. It is a chain, so that nothing merges, moves or overlaps:
+A grouping says how many groups communicate at once, and which shape p0 x p1 they have. There is one program per
+grouping. Each collective in the program depends on the previous one, so XLA cannot merge, move or overlap collectives:
 
     for repeat, key in ...:
         token = all_reduce_max(token)                              # all GPUs of all groups start together
         operand, token = optimization_barrier(buffer[key], token)  # a new value to XLA, so it merges no collectives
         token = token + collective(operand)[0]                     # all results are used, each before the next
 
-`instances` finds each collective in the compiled program by its name scope, and checks that it matches its key.
-`seconds` combines the GPUs' times from a trace to one time.
+`instances` finds each collective in the compiled program by its name scope, and compares the collective with its key.
+`seconds` combines the times of all GPUs in a trace into one time.
 
-Only NCCL is measured. XLA's own kernels for small all-reduces are off, because they use NVLink even if NCCL must not
-(NCCL_P2P_DISABLE). Profiling a step measures the step's own all-reduces. Settings of the process
-(`dhelix.profiles.profile.SETTINGS`) choose between NCCL's kernels, copy engines and user buffers. The caller says which
-one is set (`implementation`).
+These programs measure NCCL only. They switch off XLA's own kernels for small all-reduces, because those kernels use
+NVLink even if NCCL_P2P_DISABLE is set. To measure the all-reduces that a step really runs, profile the step. The launch
+setting of the process (`dhelix.profiles.profile.SETTINGS`) decides whether NCCL uses its own kernels, copy engines or
+user buffers. The caller passes this choice as `implementation`.
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.processes.nodes import nodes_of
 
 SIZES = tuple(2**n for n in range(16, 31))
-"""64 KiB to 1 GiB."""
-MIN_REPEATS, MAX_REPEATS = 2, 5  # few, because each repeat costs compile time; a program can run again
+"""Sizes of measured buffers in bytes, from 64 KiB to 1 GiB."""
+MIN_REPEATS, MAX_REPEATS = 2, 5  # few, because each repeat costs compile time; a program can be run several times
 COMPILER_OPTIONS: Mapping[str, str | int] = MappingProxyType({
     "xla_gpu_experimental_use_collective_kernels": "",
-    # Nothing here needs tuning. With tuning, processes would wait for results of processes that take no part.
+    # These programs need no autotuning. With it, a process would wait for results of processes that do not take part.
     "xla_gpu_autotune_level": 0,
 })  # fmt: skip
 
@@ -85,7 +87,10 @@ KINDS = tuple(_COLLECTIVES)
 
 @dataclass(frozen=True, order=True, slots=True)
 class Grouping:
-    """`groups` groups that communicate at once; each has `gpus_per_node` GPUs on each of `nodes` nodes."""
+    """A number of groups of GPUs (`groups`) that communicate at the same time.
+
+    Each group has `gpus_per_node` GPUs on each of `nodes` nodes.
+    """
 
     gpus_per_node: int
     nodes: int
@@ -104,10 +109,11 @@ class Grouping:
 
 
 def groupings(nodes: int, gpus_per_node: int) -> list[Grouping]:
-    """All groupings that fill the nodes evenly: for each group shape, one group alone and all sibling groups at once.
+    """Returns all groupings whose groups divide the nodes evenly.
 
-    Four GPUs of one node: 2x1 alone, two 2x1 at once, 4x1. Two nodes of two GPUs: 2x1 and 1x2, each alone and two at
-    once, 2x2.
+    Each shape of group occurs with one group alone. If several groups of this shape fit, it also occurs with all of
+    them at once. A shape of 2x1 means two GPUs on one node. One node of four GPUs gives 2x1 alone, two 2x1 at once, and
+    4x1. Two nodes of two GPUs give 2x1 alone, two 2x1 at once, 1x2 alone, two 1x2 at once, and 2x2.
     """
     found = []
     for across, inside in itertools.product(_divisors(nodes), _divisors(gpus_per_node)):
@@ -133,10 +139,10 @@ def tables(
 
     Args:
       devices, gpus_per_node: see `nodes_of`.
-      kinds: some of KINDS.
-      sizes: bytes of the whole buffer on one GPU. A size is rounded down if a group cannot share it evenly in pieces of
-        16 bytes.
-      implementation: the implementation that this process is set to; becomes part of the keys.
+      kinds: kinds of collectives; each must be in KINDS.
+      sizes: bytes of the whole buffer on one GPU. A size is rounded down if the GPUs of a group cannot share it evenly
+        in pieces of 16 bytes.
+      implementation: how NCCL runs collectives under the launch setting of this process. It becomes part of the keys.
 
     Raises:
       DhelixError: a kind is unknown, there are fewer than two devices, or nodes differ in size.
@@ -156,10 +162,11 @@ def tables(
 
 
 def repeats_for(keys: Iterable[CollectiveKey], hardware: Hardware, budget_seconds: float) -> dict[CollectiveKey, int]:
-    """Returns how often to run each collective, so that all together take about the budget.
+    """Returns how often to run each collective, so that all runs together take about `budget_seconds`.
 
-    Quick collectives run MAX_REPEATS times. Slow ones share the remaining time. All run at least MIN_REPEATS times,
-    even if that exceeds the budget. Expected times are the roofline's for `hardware`.
+    Quick collectives run MAX_REPEATS times. Slow collectives share the remaining time. Each collective runs at least
+    MIN_REPEATS times, even if the total then exceeds the budget. The expected time of a collective is the estimate of
+    the roofline model for `hardware`.
     """
     expected = {
         key: roofline.collective_seconds(key.kind, key.bytes, key.group_size, key.nodes, hardware) for key in keys
@@ -182,14 +189,14 @@ def programs(
 ) -> list[TableProgram]:
     """Returns the programs that measure `keys`, one per grouping.
 
-    If there are several processes, each must ask for the same keys, and run the programs that it takes part in, in this
-    order. Then all run the same programs in the same order.
+    If there are several processes, each process must pass the same keys. It must run the programs that it takes part
+    in, in the order of this list. Then processes that share programs run these programs in the same order.
 
     Args:
-      keys: all or some of `tables(...)`.
+      keys: keys from `tables`.
       devices, gpus_per_node: see `nodes_of`.
-      hardware: expected bandwidths, which only decide how often each collective runs.
-      budget_seconds: see `repeats_for`; for one run of all programs.
+      hardware: the GPU and its links. Their bandwidths only decide how often each collective runs.
+      budget_seconds: time that one run of all programs should take; see `repeats_for`.
 
     Raises:
       DhelixError: a key needs more GPUs or nodes than there are.
@@ -206,7 +213,7 @@ def programs(
 
 
 def _mesh(nodes: Sequence[Sequence[Any]], grouping: Grouping) -> Mesh:
-    """The mesh of groups x members; the members of a group are sorted by node."""
+    """The mesh with the axes `group` and `member`. The members of a group are sorted by node."""
     inside, across = grouping.gpus_per_node, grouping.nodes
     blocks = [
         [device for node in some_nodes for device in node[start : start + inside]]
@@ -222,13 +229,13 @@ def _mesh(nodes: Sequence[Sequence[Any]], grouping: Grouping) -> Mesh:
 
 @dataclass(frozen=True)
 class TableProgram:
-    """All collectives of one grouping as one program.
+    """A program that runs all collectives of one grouping.
 
     Attributes:
-      grouping: the grouping of all its keys.
-      mesh: groups x members, over the devices that take part and no others.
+      grouping: the grouping, which all keys of the program share.
+      mesh: the mesh with the axes `group` and `member`. It contains only the devices that take part.
       repeats: how often each key runs. The program runs all keys once, then all keys with two or more repeats again,
-        and so on. So a drift of the clocks affects all keys alike.
+        and so on. So a drift of the GPUs' clock rates affects all keys alike.
     """
 
     grouping: Grouping
@@ -241,7 +248,7 @@ class TableProgram:
 
     @property
     def name(self) -> str:
-        """The compiled module's name without JAX's `jit_`, such as `collectives_2x1_groups2`."""
+        """The compiled module's name without the prefix `jit_` of JAX, such as `collectives_2x1_groups2`."""
         return f"collectives_{self.grouping.gpus_per_node}x{self.grouping.nodes}_groups{self.grouping.groups}"
 
     @property
@@ -251,29 +258,30 @@ class TableProgram:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this process has devices of the program; a process without any must not run it."""
+        """Whether this process has devices of the program. A process without such devices must not run the program."""
         return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def lower(self) -> jax.stages.Lowered:
-        """Lowers the program with COMPILER_OPTIONS. It returns one meaningless number per device."""
+        """Lowers the program with COMPILER_OPTIONS. The program's result, one number per device, has no meaning."""
         shapes = (jax.ShapeDtypeStruct((n * self.mesh.size,), _DTYPE, sharding=self._sharding) for n in self._elements)
         return self._jit(self._run, self.name).lower(*shapes)
 
     def arguments(self) -> tuple[jax.Array, ...]:
-        """Random buffers, one for each operand size: together about twice the largest size on each GPU.
+        """Random buffers, one for each operand size.
 
-        They are random because zeros take less power in NCCL's sums and on some links, and so would run faster.
+        The buffers on one GPU together are about twice as large as the largest of them. They are random, because zeros
+        take less power in NCCL's sums and on some links. So collectives of zeros would be faster than in a real step.
         """
         return self._jit(self._random, f"{self.name}_arguments")()
 
     def instances(self, module: HloModule) -> dict[str, tuple[CollectiveKey, int]]:
-        """Returns where each collective is in the compiled program: instruction name -> (key, repeat from 0).
+        """Returns which collective each instruction of the compiled program runs: instruction name -> (key, repeat).
 
-        The names are the names that a trace may give a kernel: of the collective, and of instructions that XLA wrapped
-        around it.
+        The first run of a key is repeat 0. A trace names a kernel after the collective, or after an instruction that
+        XLA wrapped around the collective. The result contains both kinds of names.
 
         Raises:
-          DhelixError: XLA merged, split, dropped, changed or overlapped collectives, so that times would be wrong.
+          DhelixError: XLA merged, split, dropped, changed or overlapped collectives, so their times would be wrong.
         """
         keys, names = self.keys, {}
         for instruction in (i for c in module.computations for i in c.instructions):
@@ -297,18 +305,21 @@ class TableProgram:
     def marks(self, module: HloModule) -> dict[str, tuple[CollectiveKey, int]]:
         """Maps the name of each tiny all-reduce to the key and repeat of the collective that follows it.
 
-        The trace of a copy engine does not name the collective, so these all-reduces mark where each one begins.
+        The trace of a copy engine does not name the collective. So the tiny all-reduces mark where each collective
+        begins.
         """
         keys = self.keys
         found = ((i.name, _MARK.search(i.op_name)) for c in module.computations for i in c.instructions)
         return {name: (keys[int(scope[1])], int(scope[2])) for name, scope in found if scope}
 
     def seconds(self, key: CollectiveKey, durations: Mapping[int, float]) -> float:
-        """The time of one run of a collective, from the durations of its kernels by device id (not empty).
+        """Returns the time of one run of a collective.
 
-        A group's time is its shortest duration: all GPUs wait for the last one to arrive, which waits for none. For a
-        broadcast it is the longest duration, because the source is done when it has sent. Among several groups the
-        slowest counts. A group that spans hosts needs the durations of all of them.
+        `durations` maps the id of each device to the seconds that the collective took there. It must not be empty. A
+        group's time is the shortest duration in the group. The GPU that arrives last has the shortest duration, because
+        it waits for no other GPU. For a broadcast, the group's time is the longest duration, because the source ends as
+        soon as it has sent its data. If there are several groups, the time of the slowest group counts. If a group
+        spans hosts, `durations` must contain the GPUs of all its hosts.
         """
         of_group = max if key.kind == "collective-broadcast" else min
         known = ([durations[d] for d in group if d in durations] for group in self.groups)
@@ -324,7 +335,7 @@ class TableProgram:
 
     @property
     def _elements(self) -> list[int]:
-        """Lengths of the operands that the keys need, on one device."""
+        """Numbers of elements of the operands that the keys need on one device, sorted."""
         return sorted({_operand_elements(key) for key in self.keys})
 
     def _jit(self, function: Callable[..., Any], name: str) -> Any:
@@ -359,7 +370,7 @@ class TableProgram:
         groups = list(itertools.batched(range(self.mesh.size), self.grouping.size))
         if key.kind == "collective-permute":
             groups = [pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True)]
-        # No groups means one of all devices.
+        # An empty list of groups means one group of all devices.
         return (found.kind, found.size) == (key.kind, key.bytes) and list(found.groups or groups[:1]) == groups
 
 
@@ -369,7 +380,7 @@ def _operand_elements(key: CollectiveKey) -> int:
 
 
 def _overlapped(sequence: Iterable[Instruction], measured: Collection[str]) -> str | None:
-    """The first instruction that overlaps with a measured one, or is measured and overlaps with another one."""
+    """The name of the first instruction that runs beside another one, if one of the two is measured; else None."""
     running: list[Instruction] = []
     for instruction in sequence:
         if is_done(instruction):

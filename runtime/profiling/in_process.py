@@ -3,10 +3,10 @@
     process = this_process()                                  # its launch setting, link and GPUs
     profile(process, lowered, compiled, (args, kwargs))       # measures what the profile's file lacks of the step
 
-`dhelix profile` starts a process for each launch setting. A process with a step of its own is already running;
-`launch_settings.setting_of` derives its setting from the environment and XLA flags. Both measure in the same way
-(`gpu_measurer`, `measure_missing`). The processes of a job measure together, each on its own GPUs. Every process writes
-the same file, so that all hosts have it even if they share no folder.
+`dhelix profile` starts a process for each launch setting. Here, the process is already running with a step of its own.
+So `launch_settings.setting_of` derives the setting from the environment and XLA flags. Both cases measure in the same
+way, with `gpu_measurer` and `measure_missing`. The processes of a job measure together, each on its own GPUs. Every
+process writes the same file, so every host has the file even if the hosts share no folder.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from dhelix.runtime.profiling.observe import observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Progress, Session, Step
 
-_MEMORY_SHARE = 0.5  # of the process's free memory, for arguments of measuring programs
+_MEMORY_SHARE = 0.5  # fraction of the free GPU memory that arguments of measuring programs may take
 
 
 @dataclass(frozen=True)
 class Process:
-    """The GPUs to measure on, and how this process was started."""
+    """The GPUs to measure on, and the launch setting and XLA options of this process."""
 
     setting: LaunchSetting
     link: str
     provenance: Provenance
     options: Mapping[str, Any] = MappingProxyType({})
-    """XLA options of the step, in addition to the environment's."""
+    """XLA options of the step, in addition to the options in XLA_FLAGS."""
 
     @property
     def gpu(self) -> str:
@@ -59,11 +59,11 @@ def this_process(link: str | None = None, options: Mapping[str, Any] | None = No
     """Describes this process.
 
     Args:
-      link: link between its GPUs if the environment does not say: "nvlink" or "no-p2p".
+      link: link between the process's GPUs, "nvlink" or "no-p2p". It is used if the environment does not tell the link.
       options: XLA options of the step that are not in XLA_FLAGS.
 
     Raises:
-      DhelixError: the process has no GPU, or its start matches no launch setting.
+      DhelixError: the process has no GPU, or its environment and options match no launch setting.
     """
     if jax.default_backend() != "gpu":
         raise DhelixError(
@@ -84,23 +84,23 @@ def profile(
     again: bool = False,
     progress: Progress | bool = True,
 ) -> Profile:
-    """Measures what the profile's file lacks of a step, and returns the file's new content.
+    """Measures the operators of a step whose times the profile's file lacks. Returns the file's new content.
 
     Args:
       process: see `this_process`.
       lowered, compiled: the step as it will run.
       arguments: args and kwargs for `compiled`. They are not donated. If they contain `jax.ShapeDtypeStruct`s or
         keywords, the step is not traced, and all its operators are run alone.
-      out: the file; default: the file that `dhelix profile` writes.
+      out: the profile's file; default: the file that `dhelix profile` writes.
       pairs, again: see `Session`.
-      progress: called with the progress; True writes lines to the log.
+      progress: function that is called as in `Progress`; True writes lines to the log, and False reports nothing.
 
     Raises:
-      DhelixError: the file holds something else or cannot be written, or the step does not run on GPUs.
+      DhelixError: the file is no profile of these GPUs or cannot be written, or the step does not run on GPUs.
     """
     gpu, link, setting = process.gpu, process.link, process.setting
     executable: Any = compiled.runtime_executable()
-    devices = jax_compat.devices(lowered) or executable.local_devices()  # in the order that the step numbers them
+    devices = jax_compat.devices(lowered) or executable.local_devices()  # in the order of the step's device numbers
     gpus = gpus_per_node(devices) or device_count(lowered)
     path = Path(out) if out else storage.users_file(gpu, link)
     here = Profile(gpu, link, (process.provenance,))
@@ -134,8 +134,9 @@ def gpu_measurer(
 
     Args:
       setting: the launch setting.
-      devices: GPUs of a step, whose state may occupy their memory; None: all GPUs of the job, with nothing on them.
-      options: XLA options, in addition to the setting's.
+      devices: GPUs of a step; the step's state may already occupy a part of their memory. None: all GPUs of the job,
+        with free memory.
+      options: XLA options, in addition to the options of the setting.
     """
     options = {**(options or {}), **({} if setting.graphs else NO_GRAPHS)}
     marks = setting.graphs or setting.implementation != "nccl"
@@ -152,12 +153,14 @@ def measure_missing(
     progress: Progress,
     save: Callable[[Profile], None],
 ) -> Profile:
-    """Measures what the session's profile lacks. If it lacks anything, a trace of the step comes first.
+    """Measures what the session's profile lacks, and returns the extended profile.
+
+    If the profile lacks anything, the step itself is traced first.
 
     Args:
       session: the session.
       step: the step to profile.
-      trace: `observe` of the step; None if the step cannot be run.
+      trace: calls `observe` for the step; None if the step cannot be run.
       progress, save: see `Session.run`.
     """
     wanted = session.missing(step)
@@ -170,7 +173,7 @@ def measure_missing(
 
 
 def _known(path: Path, here: Profile) -> Profile:
-    """The file's profile if the file exists, with `here` added to what it was measured on."""
+    """Returns the profile in the file, with the provenance of `here` added. Returns `here` if there is no file."""
     found = storage.of_hardware(path, here.hardware, here.link, "out=")
     if found is None:
         return here
@@ -180,10 +183,10 @@ def _known(path: Path, here: Profile) -> Profile:
 
 
 def _without_marker(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """The same program under a name that no hook knows.
+    """The same program under a name for which no compiler hook is registered.
 
-    Otherwise scheduling passes would overlap collectives with compute, so that a trace gives no times alone. Also, the
-    step's report would include this compilation.
+    With the hook, scheduling passes would overlap collectives with compute. Then a trace would not contain times of
+    operators that run alone. Also, the step's report would include this compilation.
     """
     module = hlo_bytes(lowered)
     if fingerprint.marker_of(module) is None:
@@ -199,7 +202,7 @@ def _memory_left(device: Any) -> int | None:
 
 
 def _log(done: int, total: int, what: str) -> None:
-    """Logs a warning, because absl shows lower levels only if the program asks for them."""
+    """Logs the progress as a warning, because absl shows lower levels only if the program asks for them."""
     logging.warning("dhelix: profile: %s%s", f"{done} of {total}, " if total else "", what)
 
 

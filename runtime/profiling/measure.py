@@ -1,17 +1,18 @@
-"""Runs operators and pairs of them on the GPUs and returns how long they took.
+"""Runs operators and pairs of operators on the GPUs, and returns how long they took.
 
     measurer = GpuMeasurer()
     outcomes = measurer.measure([Item(gemm), Item(all_gather, gemm)], repeats=8)
     outcomes[0]            # (Sample(seconds=..., first=..., second=...), ...) or a sentence why there are none
 
-The measuring program is a placeholder with flat arrays as arguments. While XLA compiles it, two passes replace its body
-(`replay.library_calls` before scheduling, `replay.program` after it). The hooks are removed after the compilation. The
-times come from one profiler trace of one execution. A rest separates it from the warm-up execution, because a rested
-GPU runs at full clock for a short time.
+An item is one operator, which runs alone, or a pair of operators, which run at once. A measuring program runs several
+items. JAX lowers the program as a placeholder with flat arrays as arguments. While XLA compiles it, two passes
+replace its body (`replay.library_calls` before scheduling, `replay.program` after scheduling). The compiler hook is
+removed after the compilation. The times come from one profiler trace of one execution. The GPU rests between the
+warm-up execution and the traced execution, because a rested GPU runs at full clock for a short time.
 
-On several GPUs a collective seems longer on the GPUs that arrive early and wait. Its true time is the time on the GPU
-that arrives last, which is the shortest one. So a sample with a collective is the sample of the GPU on which it took
-least. Several processes exchange their times. A failure in one process is a failure in all.
+On several GPUs, a collective seems to take longer on the GPUs that arrive early and wait. Its true time is the time on
+the GPU that arrives last, which is the shortest time. So for an item with a collective, the sample of the GPU with the
+shortest time counts. Several processes exchange their times. If one process fails, all processes fail.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from dhelix.runtime.profiling.traces.executions import Execution
 _AXIS = "gpus"
 _SIDES = ("first", "second")
 _REST_SECONDS = 0.1
-_MEMORY_SHARE = 0.5  # of JAX's memory, for arguments; results and cuDNN's workspaces need the rest
+_MEMORY_SHARE = 0.5  # fraction of JAX's memory for arguments; results and cuDNN's workspaces need the rest
 _BROKEN = (
     "ILLEGAL_ADDRESS",
     "illegal memory access",
@@ -57,14 +58,20 @@ _BROKEN = (
     "unspecified launch failure",
     "MISALIGNED_ADDRESS",
 )
-# Errors of a compilation: an XLA status as JaxRuntimeError, or a C++ exception that nobody converted.
+# Errors of a compilation: JaxRuntimeError for an XLA status, or a C++ exception as jaxlib passes it on.
 COMPILER_ERRORS = (RuntimeError, IndexError, ValueError)
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One execution of an item. Times are in seconds from its first kernel's start: to its end, and to each side's."""
+    """The times of one execution of an item, in seconds after the start of the item's first kernel.
+
+    Attributes:
+      seconds: time at which the item ends.
+      first: time at which the first operator ends.
+      second: time at which the second operator ends; 0 if the item has one operator only.
+    """
 
     seconds: float
     first: float
@@ -72,11 +79,11 @@ class Sample:
 
 
 type Outcome = tuple[Sample, ...] | str
-"""At least one sample, or the reason why there is none."""
+"""The result for one item: at least one sample, or the reason why there is no sample."""
 
 
 class Measurer(Protocol):
-    """Measures items: on GPUs, or from a record of earlier measurements."""
+    """The interface of measurers. A measurer runs items on GPUs, or looks up earlier measurements of them."""
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
         """Returns one outcome for each item, in their order."""
@@ -84,7 +91,7 @@ class Measurer(Protocol):
 
 
 class GpuMeasurer:
-    """Measures on the GPUs of all processes together; every process calls it with the same items."""
+    """Measures on the GPUs of all processes together. Every process must call `measure` with the same items."""
 
     def __init__(
         self,
@@ -96,10 +103,12 @@ class GpuMeasurer:
         """Creates a measurer.
 
         Args:
-          devices: in the order of the step's devices; default: all GPUs.
+          devices: GPUs to measure on, in the order of the step's devices; default: all GPUs.
           options: XLA options of the executables.
-          memory_bytes: memory for the arguments of one program, per GPU; default: half of what JAX may allocate.
-          marks: whether kernels run in CUDA graphs and do not name their instruction; see `Program.marks`.
+          memory_bytes: memory on each GPU for the arguments of one program. The default is half of the memory that JAX
+            may allocate.
+          marks: whether the trace may lack the instructions of kernels, because they run in CUDA graphs or on copy
+            engines; see `Program.marks`.
 
         Raises:
           DhelixError: there is no GPU.
@@ -117,10 +126,10 @@ class GpuMeasurer:
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
-        """See `Measurer`. Items that fail are found by bisection, and the other items are measured.
+        """Returns one outcome for each item, in their order. If a program fails, bisection finds the items that fail.
 
         Raises:
-          DhelixError: a GPU broke down. Then nothing runs in this process any more, so items cannot be judged.
+          DhelixError: a GPU broke down. After that, no program runs in this process, so no item can be measured.
         """
         fitting = [item for item in items if item.gpus <= len(self.devices)]
         outcomes: dict[Item, Outcome] = {}
@@ -135,7 +144,7 @@ class GpuMeasurer:
             why = reason(error)
         if any(words in why for words in _BROKEN):
             raise DhelixError(f"a GPU failed while {len(items)} operators and pairs ran; run the command again ({why})")
-        # After the except clause, because the error's traceback references the failed program and its arguments.
+        # Buffers are freed only after the except clause, because the error's traceback keeps the arguments alive.
         self._arrays.clear()
         if len(items) == 1:
             return [why]
@@ -148,7 +157,7 @@ class GpuMeasurer:
             "compile operators", lambda: compile_program(program, self.mesh, self.options), errors
         )
         arguments = agreement.together("allocate operators' arguments", lambda: self._arguments(program), errors)
-        jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
+        jax.block_until_ready(compiled(*arguments))  # warm-up: creates NCCL's communicators and cuBLAS's handles
         time.sleep(_REST_SECONDS)
         name = f"jit_{placeholder_name(program)}"
         found = executions.record_everywhere(lambda: jax.block_until_ready(compiled(*arguments)), name, _instance)
@@ -158,7 +167,10 @@ class GpuMeasurer:
             yield samples.get(number) or _unseen(program.items[number], program.marks)
 
     def _arguments(self, program: Program) -> list[jax.Array]:
-        """The program's buffers, filled with numbers. Buffers of earlier programs are used again if memory allows."""
+        """The program's buffers, filled with numbers.
+
+        The program uses buffers of earlier programs again. If memory is short, buffers that it does not need are freed.
+        """
         wanted: dict[Buffer, int] = defaultdict(int)
         for buffer in program.buffers:
             wanted[buffer] += 1
@@ -173,7 +185,7 @@ class GpuMeasurer:
 
 
 def compile_program(program: Program, mesh: Mesh, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """Returns the measuring program as an executable over `mesh`.
+    """Compiles the measuring program for the devices of `mesh`.
 
     Raises:
       DhelixError: a pass cannot build the program.
@@ -209,10 +221,10 @@ def compile_program(program: Program, mesh: Mesh, options: Mapping[str, Any] | N
 
 
 def filled(buffer: Buffer, seed: int, mesh: Mesh) -> jax.Array:
-    """A buffer on each device: floating-point numbers between -1/8 and 1/8, integers below 8192.
+    """A buffer on each device, filled with floating-point numbers between -1/8 and 1/8 or with integers below 8192.
 
-    Zeros take less power, so products would run faster than on real data. Few different integers would make a scatter's
-    rows collide.
+    The buffer is not zero, because zeros take less power, so products would run faster than on real data. It has many
+    different integers, because a scatter with few different indices would write most rows to the same places.
     """
     dtype = _dtype(buffer)
 
@@ -234,7 +246,7 @@ def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> di
     """Returns the samples of a trace, by the item's number.
 
     Args:
-      gpus: executions on each GPU, named by `instance_name`.
+      gpus: executions on each GPU. Their names were made by `instance_name`.
       items: the measured items.
     """
     seen: dict[tuple[int, int], list[Sample]] = defaultdict(list)
@@ -248,7 +260,7 @@ def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> di
             start, end = spans[number, repeat].get(side, (execution.start, execution.end))
             spans[number, repeat][side] = (min(start, execution.start), max(end, execution.end))
         for instance, sides in spans.items():
-            nameless = sides.pop("mark", None)  # run by a CUDA graph or a copy engine: the side without a name
+            nameless = sides.pop("mark", None)  # kernels without a name, from a CUDA graph or a copy engine
             missing = [side for side in _SIDES[: len(items[instance[0]].operators)] if side not in sides]
             if nameless and missing:
                 sides[missing.pop(0)] = nameless
@@ -297,7 +309,7 @@ def _dtype(buffer: Buffer) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Why something did not run, in one line; never empty."""
+    """The message of an error as one line, shortened; never empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "out of memory" if any(words in text for words in _OUT_OF_MEMORY) else text[:300]
 

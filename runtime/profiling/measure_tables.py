@@ -1,4 +1,4 @@
-"""Runs the programs of `collective_tables` on the GPUs and reads the times from a profiler trace."""
+"""Runs the programs of `collective_tables` on the GPUs, and reads the times of collectives from a profiler trace."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dhelix.runtime.profiling.traces.executions import Execution
 
 
 def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, str]]:
-    """Returns the times of the program's collectives, and reasons for collectives without a time.
+    """Returns the times of the program's collectives, and the reason for each collective without a time.
 
-    All processes with GPUs of the program call this together; each sees its own GPUs only.
+    All processes that have GPUs of the program call this function together. Each process traces its own GPUs only.
     """
     try:
         compiled = program.lower().compile(dict(NO_GRAPHS))
@@ -44,13 +44,13 @@ def times(
     where: Mapping[str, tuple[CollectiveKey, int]],
     marks: Mapping[str, tuple[CollectiveKey, int]],
 ) -> dict[CollectiveKey, Timing]:
-    """Medians over the repeats. `TableProgram.seconds` combines the times of a group's GPUs.
+    """The time of each collective: a median over the repeats. `TableProgram.seconds` combines the times of all GPUs.
 
     Args:
       program: the program that ran.
       gpus: executions by the GPU's number in this process.
-      where, marks: `TableProgram.instances` and `.marks`. Executions without a name count for the mark before them if
-        its collective has no named execution.
+      where, marks: the results of `TableProgram.instances` and `.marks`. If a collective has no execution with its
+        name, the executions without a name that follow its mark count as its executions.
     """
     instances = sorted(set(where.values()))
     numbers = {device.local_hardware_id: device.id for device in jax.local_devices()}
@@ -73,7 +73,7 @@ def _durations(
     where: Mapping[str, tuple[CollectiveKey, int]],
     marks: Mapping[str, tuple[CollectiveKey, int]],
 ) -> dict[tuple[CollectiveKey, int], float]:
-    """Seconds of each run of a collective on one GPU, from its first kernel's start to its last kernel's end."""
+    """Seconds of each run of a collective on one GPU, from the start of its first kernel to the end of its last."""
     named: dict[tuple[CollectiveKey, int], tuple[float, float]] = {}
     nameless: dict[tuple[CollectiveKey, int], tuple[float, float]] = {}
     for execution in executions.between_marks(found, marks.__contains__):
@@ -85,7 +85,7 @@ def _durations(
 
 
 def _of_all_processes(program: TableProgram, seconds: np.ndarray) -> np.ndarray:
-    """Merges the processes' times. Each process knows its own GPUs' times; zero means unknown."""
+    """Combines the times of all processes. Each process has the times of its own GPUs and zeros for the others."""
     processes = {device.process_index for device in program.mesh.devices.flat}
     if len(processes) < 2 or len(processes) < jax.process_count():
         return seconds

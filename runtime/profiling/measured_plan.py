@@ -1,4 +1,4 @@
-"""The measured times of a plan's segments, from a trace of the step that executed the plan.
+"""Reads the times of a plan's segments from a trace of the step that executed the plan.
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
@@ -8,10 +8,12 @@
 The program is read from the trace (`traced_modules`), so nothing is compiled. `dhelix plan PLAN --trace FOLDER` does
 the same on a machine without GPUs.
 
-As in the prediction, a segment lasts from the launch of its first operator to the launch of the next segment's first
-operator. An operator counts as launched when all earlier compute in program order has ended, and all collectives whose
-done comes earlier. Its kernels begin later, by the launch latency, or much later if the lane is busy. So segments add
-up to the time of the body. If a body runs several times, the median counts.
+A plan contains the orders of bodies, such as the body of a loop. A body is divided into segments of operators. A
+segment lasts from the launch of its first operator to the launch of the next segment's first operator. So the times of
+all segments add up to the time of the body. The prediction uses the same definition. An operator counts as launched
+when two kinds of earlier work in program order have ended: all compute, and all collectives whose `done` instruction
+comes earlier. The operator's kernels begin later, because launches take time or the lane is still busy. If a body runs
+several times, the median time of each segment counts.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ Times = Mapping[Instruction, Sequence[Execution]]
 
 @dataclass(frozen=True)
 class Measured:
-    """A plan as it ran.
+    """A plan and the times of a step that executed it.
 
     Attributes:
       plan: the plan with `measured_us` in its segments.
-      report: compute and communication of the first GPU.
+      report: times of compute and communication on the first GPU.
       steps: number of steps in the trace.
       in_order: whether the step ran in the plan's order. False if the plan was refused or another plan was run.
     """
@@ -63,8 +65,8 @@ def of_trace(plan: Plan, path: str | Path) -> Measured:
       path: see `trace.load`.
 
     Raises:
-      DhelixError: there is no trace, the trace has no run of this plan's program on a GPU, or its kernels name no
-        instructions.
+      DhelixError: there is no trace, the trace has no run of this plan's program on a GPU, or the trace does not say
+        which instructions its kernels belong to.
     """
     profile = trace.load(path)
     module, found = _ran(plan, traced_modules.load(path), profile)
@@ -79,7 +81,10 @@ def of_trace(plan: Plan, path: str | Path) -> Measured:
 
 
 def _ran(plan: Plan, modules: Sequence[HloModule], profile: trace.Profile) -> tuple[HloModule, Sequence[Execution]]:
-    """The plan's program that ran, and its executions. If several fit, the one that knows most executions by name."""
+    """The plan's program that ran, and its executions.
+
+    If several programs of the trace fit the plan, the one that contains the most executions by name is returned.
+    """
     fitting = [module for module in modules if _fits(plan, module)]
     if not fitting:
         names = ", ".join(sorted({module.name for module in modules}))
@@ -91,7 +96,7 @@ def _ran(plan: Plan, modules: Sequence[HloModule], profile: trace.Profile) -> tu
     for module in fitting:
         try:
             gpus = executions_of(profile, module.name)
-        except DhelixError as error:  # compiled, and did not run
+        except DhelixError as error:  # this module was compiled, but did not run
             errors.append(error)
             continue
         found = gpus[min(gpus)]
@@ -111,7 +116,10 @@ def _fits(plan: Plan, module: HloModule) -> bool:
 
 
 def _in_order(plan: Plan, module: HloModule) -> bool:
-    """Whether, for each body, some computation runs its operators in the plan's order. Other computations need not."""
+    """Whether the program runs each body in the plan's order.
+
+    Several computations may match a body of the plan. It is enough if one of them has the plan's order.
+    """
     found: dict[str, bool] = {}
     for body, computation, operators in find_bodies(plan, module):
         place = {instruction: n for n, instruction in enumerate(module.schedule[computation])}
@@ -121,12 +129,12 @@ def _in_order(plan: Plan, module: HloModule) -> bool:
 
 
 def of_executions(plan: Plan, module: HloModule, found: Sequence[Execution]) -> Plan:
-    """Returns the plan with its segments' times; None for segments of bodies that did not run.
+    """Returns the plan with its segments' times. Segments of bodies that did not run have None as their time.
 
     Args:
       plan: the plan.
       module: the compiled step.
-      found: executions of its instructions on one GPU.
+      found: executions of the step's instructions on one GPU.
 
     Raises:
       PassRefusal: the plan is for another program.
@@ -146,19 +154,19 @@ def of_executions(plan: Plan, module: HloModule, found: Sequence[Execution]) -> 
 def segment_seconds(
     computation: Computation, firsts: Sequence[Instruction | None], times: Times, ends: Sequence[float]
 ) -> list[dict[int, float]]:
-    """How long each segment took, by its number, in each execution of a computation.
+    """For each execution of a computation, the seconds that each segment took: number of the segment -> seconds.
 
     Args:
       computation: the computation whose segments are timed.
-      firsts: the first instruction of each segment; None: the program has none of the segment's instructions.
+      firsts: the first instruction of each segment, or None if the program has no instruction of the segment.
       times: executions of the module's instructions.
-      ends: the ends of all executions, sorted.
+      ends: the end times of all executions, sorted.
     """
     number = {first: n for n, first in enumerate(firsts) if first is not None}
     sequence = computation.module.schedule[computation]
     counts = Counter(len(times[i]) for i in sequence if i in times)
     often = max(counts, key=lambda count: (counts[count], count), default=0)
-    steady = {i for i in sequence if i in times and len(times[i]) == often}  # without executions that the trace split
+    steady = {i for i in sequence if i in times and len(times[i]) == often}  # not those whose runs the trace split
     opening = next((i for i in sequence if i in steady and not is_start(i)), None)
     found: list[dict[int, float]] = []
     for execution, opened in enumerate(times[opening] if opening else ()):
@@ -175,13 +183,16 @@ def segment_seconds(
 
 
 def _last_end(ends: Sequence[float], start: float) -> float:
-    """When the last execution before `start` ended. A pause after it belongs to the operator that it delays."""
+    """The time at which the last execution before `start` ended.
+
+    A pause between this end and `start` counts as time of the operator that begins at `start`.
+    """
     at = bisect.bisect_right(ends, start)
     return ends[at - 1] if at else start
 
 
 def _measured(body: PlanBody, found: Sequence[Mapping[int, float]]) -> PlanBody:
-    """The body with the medians of the measured times."""
+    """The body with a measured time for each segment: the median over all executions in `found`."""
     taken = ([seconds[n] for seconds in found if n in seconds] for n in range(len(body.segments)))
     segments = (
         replace(segment, measured_us=1e6 * statistics.median(seconds) if seconds else None)

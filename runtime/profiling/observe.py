@@ -1,10 +1,11 @@
-"""Runs a train step under the profiler, to measure the cost of its operators within the step.
+"""Runs a train step under the profiler, to measure how long its operators take within the step.
 
     step = compiled_step(lowered)                                      # a session.Step: what there is to measure
     step = observe(step, lowered, (state, batch), gpus_per_node=4)     # and times alone
 
 The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler. The second program is traced.
-Arguments survive, because each run gets copies. The processes of a job do this together.
+Each run gets copies of the arguments, so the caller's arguments stay valid. All processes of a job call `observe`
+together.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _TRACED_STEPS = 2
 
 
 def compiled_step(lowered: jax.stages.Lowered) -> Step:
-    """The step as it will run."""
+    """Compiles the step as it will run, and returns what there is to measure."""
     return Step(compiled_module(lowered.compile()))
 
 
@@ -42,17 +43,19 @@ def observe(
     implementation: str = "nccl",
     options: Mapping[str, Any] | None = None,
 ) -> Step:
-    """Returns `step` with times alone from a trace. If it cannot be run, returns it unchanged and logs a line.
+    """Returns `step` with times from a trace in which operators run alone.
+
+    If the step cannot be traced, the function returns `step` unchanged and logs the reason.
 
     Args:
       step: the step as compiled.
       lowered: the lowered step that `step` was compiled from.
-      arguments: arguments to run it with.
+      arguments: arguments to run the step with.
       gpus_per_node, implementation: see `operator_keys.key_of`.
       options: XLA options of the step itself.
     """
     try:
-        # Kernels in a CUDA graph do not name their instruction.
+        # NO_GRAPHS: in a trace, kernels of a CUDA graph do not name their instruction.
         changed = {**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED}
         serial = agreement.together(
             "compile the step to trace", lambda: lowered.compile(changed), measure.COMPILER_ERRORS

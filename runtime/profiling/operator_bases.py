@@ -1,14 +1,15 @@
 """The operator bases of DHelix (section 4.2, table 2; arXiv 2411.15871) as small JAX programs, compiled one by one.
 
-A Llama step contains some of the bases, but not those of a mixture of experts. To test the paper's claims about pairs
-of bases (section 3.2, figure 4; see `overlap_findings`), each base becomes a program of its own over the current mesh:
+An operator base is a kind of operator, such as a GEMM. The paper measures how two bases overlap. A Llama step contains
+some of the bases, but not the bases of a mixture of experts. To test the paper's claims about pairs of bases (section
+3.2, figure 4; see `overlap_findings`), this module makes each base a program of its own over a given mesh:
 
     compiled = compile_bases([*bases(LLAMA_8B), *bases(PHI_MOE)], mesh, local_axis="tp", options={...})
     module = compiled.modules["llama-8b attention-backward"]
     main_operator(base, module)                        # the one instruction that stands for the base
 
-Nothing runs here. Code that replays operators takes them out of the compiled modules, by key. The bases, and what XLA
-compiles them to on H200 (jaxlib 0.11.2, without autotuning):
+This module compiles the programs, but does not run them. `session` takes the operators out of the compiled modules and
+measures them. The table shows the kernels that XLA makes for each base on H200 (jaxlib 0.11.2, without autotuning):
 
     table 2          base                  one kernel, unless more are named
     GEMM             gemm                  cuBLASLt call (or a Triton fusion, if autotuning prefers it)
@@ -28,9 +29,10 @@ compiles them to on H200 (jaxlib 0.11.2, without autotuning):
     AlltoAll         all-to-all            async pair; C2 of figure 4, across nodes
     Send/Recv        send-recv             async pair of a collective-permute
 
-Two measures keep the kernels realistic. Rows move by indices that the kernel computes: a permutation that scatters
-neighbours. Indices from an unfilled buffer would all name one row and hit the cache. And each collective's program
-contains an independent GEMM: without compute to overlap with, XLA makes a collective synchronous.
+Two measures keep the kernels realistic. First, the kernels of permute and unpermute compute the indices of the rows
+that they move, as a permutation that scatters neighbours. Indices from an unfilled buffer would all name the same row,
+so reads would hit the cache. Second, the program of each collective contains an independent GEMM, because XLA makes a
+collective synchronous if there is no compute to overlap with.
 """
 
 from __future__ import annotations
@@ -55,14 +57,17 @@ from dhelix.runtime.compiler.lowering import compiled_module
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one layer and its parallelism. A layer with `experts` has the bases of a mixture of experts instead.
+    """The sizes of one layer and its parallelism.
+
+    A layer without `experts` has the bases of a dense layer. A layer with `experts` has the bases of a mixture of
+    experts instead.
 
     Attributes:
-      ffn: of the dense layer, or of one expert.
-      experts: number of experts on all GPUs together, spread over `expert_parallel` GPUs.
+      ffn: hidden size of the feed-forward block of the dense layer, or of one expert.
+      experts: number of experts on all GPUs together. They are spread over `expert_parallel` GPUs.
       top_k: number of experts per token.
-      tensor_parallel: number of GPUs over which heads, ffn and (between blocks) the sequence are sharded. Gathered
-        shards have this size on every mesh, so it should be the size of the mesh's local axis.
+      tensor_parallel: number of GPUs over which heads, ffn and (between blocks) the sequence are sharded. It should be
+        the size of the mesh's local axis, because the sizes of shards follow from this number and not from the mesh.
       seq: tokens of a micro-batch.
     """
 
@@ -80,15 +85,16 @@ class LayerSizes:
 
     @property
     def rows(self) -> int:
-        """Rows that the experts of one GPU process: each token counts once for each of its experts."""
+        """Number of rows that the experts of one GPU process. Each token counts once for each of its experts."""
         return self.seq * self.top_k
 
 
 LLAMA_8B = LayerSizes("llama-8b", 4096, 14336)
 LLAMA_25B = LayerSizes("llama-25b", 8192, 28672, heads=64)
-"""Layers of Llama-3.1-70B, which figure 4 uses (DHelix table 3)."""
+"""The sizes of a layer of Llama-3.1-70B (DHelix table 3). Figure 4 uses this layer."""
 PHI_MOE = LayerSizes("phi-moe", 4096, 6400, experts=16)
-"""DHelix table 5. Experts are spread over data-parallel GPUs, so each has whole sequences (section 6.2.3)."""
+"""Sizes of DHelix table 5. Experts are spread over data-parallel GPUs, so each GPU has whole sequences (section 6.2.3).
+"""
 
 SIZES: Mapping[str, LayerSizes] = MappingProxyType({s.name: s for s in (LLAMA_8B, LLAMA_25B, PHI_MOE)})
 
@@ -98,13 +104,14 @@ class OperatorBase:
     """One base at one size.
 
     Attributes:
-      name: name of the base in the module's table.
-      sizes: sizes of its layer.
+      name: name of the base in the table of this file.
+      sizes: sizes of the layer that contains the base.
       function: function of `arguments`; a communication base also takes the mesh axis as `axis=`.
-      arguments: the arguments of one GPU.
-      contains: marks, one of which the main instruction has: its opcode, the opcode of an instruction that is fused
-        into it, or the target of a custom call. A collective's mark is its kind.
-      axis: `local` for communication inside a node, `cross` across nodes, empty for computation.
+      arguments: shapes of the arguments on one GPU.
+      contains: marks that identify the main instruction. The main instruction has at least one of these marks. A mark
+        is an opcode of the instruction or of an instruction that is fused into it, the target of a custom call, or the
+        kind of a collective.
+      axis: `local` for communication inside a node, `cross` for communication across nodes, empty for computation.
     """
 
     name: str
@@ -120,19 +127,27 @@ class OperatorBase:
 
 @dataclass(frozen=True)
 class CompiledBases:
-    """Scheduled modules, and the reasons why other bases have none; both by `str(base)`."""
+    """The results of `compile_bases`; the keys of both maps are `str(base)`.
+
+    Attributes:
+      modules: the scheduled modules of bases that XLA could compile.
+      failures: the reasons why other bases could not be compiled.
+    """
 
     modules: Mapping[str, HloModule]
     failures: Mapping[str, str]
 
 
 def bases(sizes: LayerSizes) -> tuple[OperatorBase, ...]:
-    """The bases of a dense layer, or of a mixture of experts if the layer has experts."""
+    """Returns the bases of a dense layer, or the bases of a mixture of experts if the layer has experts."""
     return _expert_bases(sizes) if sizes.experts else _dense_bases(sizes)
 
 
 def figure4_bases() -> dict[str, OperatorBase]:
-    """The bases that figure 4 pairs, by name. All are of Llama 70B's layer except C2, as the figure's caption says."""
+    """The bases in the pairs of figure 4, by name.
+
+    As the figure's caption says, C2 (the all-to-all) is a base of Phi-MoE. The others are bases of Llama 70B.
+    """
     dense = {b.name: b for b in bases(LLAMA_25B)}
     names = ("gemm", "attention", "attention-backward", "all-gather")
     return {name: dense[name] for name in names} | {b.name: b for b in bases(PHI_MOE) if b.name == "all-to-all"}
@@ -149,16 +164,17 @@ def compile_bases(
 
     Args:
       chosen: bases to compile, see `bases`.
-      mesh: any mesh. It determines the replica groups of collectives, but no sizes of computation.
-      local_axis: axis whose GPUs share a node.
-      cross_axis: axis across nodes; default: `local_axis`. Then both kinds of communication share links.
-      options: XLA options, without dashes; for a deviceless mesh `deviceless.COMPILER_OPTIONS`.
+      mesh: any mesh. It determines the replica groups of collectives, but not the sizes of computation.
+      local_axis: mesh axis along which GPUs share a node.
+      cross_axis: mesh axis across nodes. The default is `local_axis`; then both kinds of communication use the same
+        links.
+      options: XLA options without leading dashes; for a deviceless mesh, `deviceless.COMPILER_OPTIONS`.
 
     Returns:
-      A module or a reason for each base. A base that cannot be compiled does not stop the others.
+      For each base, a module or the reason why there is none. If a base cannot be compiled, the others still are.
 
     Raises:
-      DhelixError: the mesh has no such axis, or the axis has one GPU only, so that nothing communicates.
+      DhelixError: the mesh lacks one of the axes, or such an axis has one GPU only, so that no GPUs communicate.
     """
     axes = {"local": local_axis, "cross": cross_axis or local_axis}
     for axis in axes.values():
@@ -172,16 +188,16 @@ def compile_bases(
         try:
             lowered = _lower(base, mesh, axes.get(base.axis))
             modules[str(base)] = compiled_module(lowered.compile(dict(options)))
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # from JAX, XLA and cuDNN
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # errors of JAX, XLA and cuDNN
             failures[str(base)] = str(error).strip().partition("\n")[0] or type(error).__name__
     return CompiledBases(modules, failures)
 
 
 def main_operator(base: OperatorBase, module: HloModule) -> Instruction:
-    """The instruction that stands for the compiled base; for a collective, the start of the async pair.
+    """The instruction that stands for the compiled base. For a collective, it is the start of the async pair.
 
     Raises:
-      DhelixError: there is none, because this XLA compiles the program to something else.
+      DhelixError: there is no such instruction, because this version of XLA compiles the base to other instructions.
     """
     for instruction in module.schedule.get(module.entry, []):
         if _marks(instruction) & set(base.contains):
@@ -190,7 +206,7 @@ def main_operator(base: OperatorBase, module: HloModule) -> Instruction:
 
 
 def _lower(base: OperatorBase, mesh: Mesh, axis: str | None) -> jax.stages.Lowered:
-    """Lowers the base's program. Every GPU has arguments of the same shape; their values need not be equal."""
+    """Lowers the base's program. All GPUs have arguments of the same shapes, but the values may differ."""
     function = base.function if axis is None else functools.partial(base.function, axis=axis)
 
     def program(*arguments: jax.Array) -> Any:
@@ -212,7 +228,7 @@ def _marks(instruction: Instruction) -> set[str]:
     return found - {"fusion"}
 
 
-# Programs. All shapes are per GPU.
+# The programs of the bases. All shapes are shapes on one GPU.
 
 _PRODUCTS = ("__cublas$lt$matmul", "__cublas$gemm", "dot")
 
@@ -272,7 +288,7 @@ def _base(
 def _communication(
     sizes: LayerSizes, name: str, collective: Callable[..., Any], array: jax.ShapeDtypeStruct, kind: str, axis: str
 ) -> OperatorBase:
-    """The collective, and an independent GEMM of two further arguments."""
+    """The base of a collective. Its program also contains an independent GEMM of two further arguments."""
 
     def beside_a_product(x: jax.Array, a: jax.Array, b: jax.Array, axis: str) -> Any:
         return collective(x, axis), a @ b
@@ -300,7 +316,7 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the halves of the last dimension by an angle per position."""
+    """Rotary embedding: rotates each pair of elements, one from each half of the last dimension, by an angle."""
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
@@ -311,17 +327,17 @@ def _router(tokens: jax.Array, weight: jax.Array, top_k: int) -> Any:
 
 
 def _scattered_order(rows: int) -> jax.Array:
-    """A permutation of the rows that scatters neighbours (5003 is a prime), computed by the kernel that uses it."""
+    """A permutation of row numbers that scatters neighbours (5003 is a prime). Its user's kernel also computes it."""
     return lax.iota(jnp.int32, rows) * 5003 % rows
 
 
 def _permute(tokens: jax.Array, top_k: int) -> jax.Array:
-    """Rows in the order of experts: row r is a copy of token order[r] // top_k."""
+    """Copies of tokens in the order of experts: row r is a copy of token order[r] // top_k."""
     return tokens[_scattered_order(tokens.shape[0] * top_k) // top_k]
 
 
 def _unpermute(rows: jax.Array, gates: jax.Array) -> jax.Array:
-    """Rows back in the order of tokens: a token's rows are weighted by its gates and summed."""
+    """Outputs in the order of tokens. The output of a token is the sum of its rows, weighted by its gates."""
     back = rows[_scattered_order(rows.shape[0])].reshape(*gates.shape, rows.shape[1])
     return jnp.einsum("tkh,tk->th", back.astype(jnp.float32), gates).astype(rows.dtype)
 

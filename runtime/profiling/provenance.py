@@ -1,4 +1,4 @@
-"""The hardware and software of a profile's measurements, read from the machine. Unknown fields are empty."""
+"""Reads from the machine which hardware and software a profile is measured on. Unknown fields are empty."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CUDA_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
 def provenance() -> Provenance:
-    """The provenance for the GPUs that JAX sees."""
+    """Returns the provenance of measurements on the GPUs that JAX sees."""
     devices = jax.devices()
     serials, driver = _nvidia_smi()
     return Provenance(
@@ -42,7 +42,7 @@ def _version(packages: tuple[str, ...]) -> str:
 
 
 def _nvidia_smi() -> tuple[str, str]:
-    """The GPUs' UUIDs as one text, and the driver's version."""
+    """Returns the UUIDs of all GPUs as one text, and the version of the driver. Unknown values are empty."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "", ""

@@ -1,19 +1,19 @@
-"""Finds out which measurements of a step a profile lacks, and makes only these.
+"""Finds which measurements a profile lacks for a step, and makes only these measurements.
 
     session = Session(profile, "default", measurer, gpus_per_node=4)
     wanted = session.missing(step)             # operators alone, then pairs of those that matter
     profile = session.run(step, progress=print_progress, save=storage_save)
 
-Measuring runs in batches, and `save` is called after each. So no measurement is lost, and a second run continues where
-the first one stopped.
+Measuring runs in batches, and `save` is called after each batch. So only the current batch is lost if the run is
+interrupted, and a second run continues where the first run stopped.
 
 Products and attention are measured at full clock, in bursts of BURST_SECONDS after a rest. Longer dense work would
 reach the GPU's power limit and slow down. `passes.costs.PowerLimit` estimates how much a whole step slows down.
 
-Operators alone come first, because their times decide which pairs are worth measuring:
-- both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2, arXiv 2411.15871,
-  measures all pairs of its table 2);
-- the longest operator of each kind and the paper's bases with each other;
+Operators alone come first, because their times decide which pairs are worth measuring. These pairs are measured:
+- each operator with each collective, in both orders, if both take MIN_SECONDS or more. (DHelix section 4.2, arXiv
+  2411.15871, measures all pairs of its table 2.)
+- all pairs of these operators: the longest operator of each kind, and the paper's operator bases;
 - some pairs of collectives, over the same GPUs and over different axes of the mesh.
 """
 
@@ -37,15 +37,15 @@ from dhelix.profiles.profile import SETTINGS, PairTiming, Profile, Section, Timi
 from dhelix.runtime.profiling.measure import Measurer, Outcome
 
 MIN_SECONDS = 20e-6
-"""Shorter operators and collectives are in no pair: launching them takes about as long as running them."""
+"""Operators and collectives that take less time are not measured in pairs, because their launch takes about as long."""
 ALONE_REPEATS, BURST_REPEATS, PAIR_REPEATS = 10, 5, 7
 BURST_SECONDS = 20e-3
-"""Estimated time of products and attention in one program, all repeats together."""
-_BATCH = 120  # items
-_COLLECTIVE_PAIRS = 24  # pairs over the same GPUs, and as many over different GPUs
+"""Estimated time of all repeats of products and attention in one measuring program."""
+_BATCH = 120  # number of items in one measuring program
+_COLLECTIVE_PAIRS = 24  # number of pairs over the same GPUs, and number of pairs over different GPUs
 
 Progress = Callable[[int, int, str], None]
-"""Called with the number of items that are done, the number of all items, and a text that says what comes next."""
+"""A function of the number of finished items, the number of all items, and a text that says what comes next."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Step:
     Attributes:
       module: the compiled, scheduled module.
       further: more compiled modules whose operators are measured too, such as the modules of `operator_bases`.
-      bases: instructions of any of the modules; pairs of those that compute are measured, too.
-      traced: times alone from a trace of the step. Times of products and attention count only if these do not run
-        alone, because a step does not run at full clock.
+      bases: instructions of any of the modules. All pairs of bases that are not collectives are measured, too.
+      traced: times from a trace of the step in which operators run alone. For products and attention, such a time is
+        used only if the operator cannot be measured by itself, because a step does not run at full clock.
       gap_seconds: see `Section`.
     """
 
@@ -70,7 +70,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Measurements that the profile lacks. `refused`: instructions that cannot be isolated, and the reasons."""
+    """Measurements that the profile lacks.
+
+    Attributes:
+      alone: operators to measure alone.
+      pairs: pairs of operators to measure together.
+      refused: names of instructions that cannot be measured outside their step, each with the reason.
+    """
 
     alone: tuple[Item, ...]
     pairs: tuple[Item, ...]
@@ -81,7 +87,7 @@ class Wanted:
 
 
 class Session:
-    """Measures under one launch setting, which the process must have been started with."""
+    """Measures under one launch setting. The process must have been started with this setting."""
 
     def __init__(
         self,
@@ -99,12 +105,14 @@ class Session:
         Args:
           profile: the known measurements.
           setting: name of the launch setting.
-          measurer: None if nothing will be run.
-          hardware: used for estimates of operators that are not measured yet, to choose pairs.
-          gpus_per_node: devices 0 .. n-1 of the step are node 0, and so on.
-          pairs: False measures operators alone only.
-          again: also measures again, once, what is known.
-          gpus: number of GPUs to measure on; collectives that need more are left out. None: enough for all.
+          measurer: runs the measurements. None: the session can only tell what is missing.
+          hardware: hardware for estimates of operators that are not measured yet. The estimates decide which pairs are
+            worth measuring.
+          gpus_per_node: the number n of GPUs per node. Devices 0 .. n-1 of the step are node 0, and so on.
+          pairs: whether pairs are measured. If False, operators are only measured alone.
+          again: whether known operators and pairs are measured again, once.
+          gpus: number of GPUs to measure on. Collectives that need more GPUs are left out. None: there are enough GPUs
+            for all collectives.
 
         Raises:
           DhelixError: there is no such setting.
@@ -126,7 +134,7 @@ class Session:
         return self.profile.section(self.setting)
 
     def missing(self, step: Step) -> Wanted:
-        """What `run` would measure now; pairs only if estimates say that they matter."""
+        """What `run` would measure now. Pairs are included only if both sides are long enough by estimate."""
         operators, refused = self._operators(step)
         known = Section(self.setting) if self._again else self.section
         alone = tuple(
@@ -140,12 +148,12 @@ class Session:
         return not len(self.missing(step))
 
     def run(self, step: Step, progress: Progress, save: Callable[[Profile], None]) -> Profile:
-        """Measures what is missing and returns the extended profile.
+        """Measures what the profile lacks, and returns the extended profile.
 
         Args:
           step: the step to profile.
           progress: see `Progress`.
-          save: called with the profile whenever it has grown.
+          save: function that is called with the profile each time the profile has grown.
 
         Raises:
           DhelixError: the session has no measurer.
@@ -167,7 +175,7 @@ class Session:
             done += len(batch)
         clocked = {key: timing for key, timing in traced.items() if self.section.solo(key) is None}
         self._add(_split(clocked, self.setting), save)
-        pairs = self.missing(step).pairs  # chosen again, by measured times
+        pairs = self.missing(step).pairs  # chosen again, because measured times have replaced estimates
         total = done + len(pairs)
         for batch in itertools.batched(pairs, _BATCH):
             progress(done, total, "pairs")
@@ -179,7 +187,7 @@ class Session:
         return self.profile
 
     def _batches(self, items: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], int]]:
-        """The items of each measuring program and their repeats; products and attention are in bursts."""
+        """The items of each measuring program, and the number of repeats. Products and attention are in bursts."""
         others = [item for item in items if not _clocked(item.first.key)]
         yield from ((batch, ALONE_REPEATS) for batch in itertools.batched(others, _BATCH))
         estimator = Estimator(self.profile, self._hardware, self.setting)
@@ -201,7 +209,7 @@ class Session:
             save(self.profile)
 
     def _operators(self, step: Step) -> tuple[list[Operator], tuple[tuple[str, str], ...]]:
-        """Operators of all modules, one for each key."""
+        """Operators of all modules, one for each key, and refused instructions as in `Wanted.refused`."""
         found: dict[Key, Operator] = {}
         refused: list[tuple[str, str]] = []
         for module in (step.module, *step.further):
@@ -245,13 +253,13 @@ class Session:
 
 
 def pair_key(item: Item) -> PairKey:
-    """The key of an item of two operators."""
+    """The key of a pair. `item` must have two operators."""
     assert item.second is not None
     return PairKey(item.first.key, item.second.key)
 
 
 def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
-    """The outcomes of operators alone, as a section."""
+    """A profile section with the outcomes of operators that ran alone."""
     alone: dict[Key, Timing] = {}
     failures: dict[str, str] = {}
     for item, outcome in zip(items, outcomes, strict=True):
@@ -263,7 +271,7 @@ def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome])
 
 
 def pairs_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
-    """The outcomes of pairs, as a section; `items` also contain both sides of each pair alone."""
+    """A profile section with the outcomes of pairs. `items` must also contain both sides of each pair alone."""
     together = list(zip(items, outcomes, strict=True))
     alone = section_of(setting, *zip(*(io for io in together if io[0].second is None), strict=True))
     pairs: dict[PairKey, PairTiming] = {}
@@ -287,13 +295,16 @@ def _split(timings: Mapping[Key, Timing], setting: str, gap_seconds: float | Non
 
 
 def _groups(operator: Operator) -> Groups:
-    """The replica groups of a collective. Collectives over the same GPUs serialise; over different axes some do not."""
+    """The replica groups of a collective.
+
+    Collectives with the same groups run one after the other. Some collectives with different groups overlap.
+    """
     found = find_collective(operator.instruction)
     return found.groups if found else ()
 
 
 def _varied(pairs: Sequence[Item]) -> list[Item]:
-    """The pairs, reordered: first one pair for each combination of kinds and replica groups."""
+    """The same pairs in another order: one pair for each combination of kinds and replica groups comes first."""
     seen: dict[object, Item] = {}
     for pair in pairs:
         seen.setdefault(tuple((o.key.kind, _groups(o)) for o in pair.operators), pair)
@@ -306,7 +317,7 @@ def _clocked(key: Key) -> bool:
 
 
 def _kind(operator: Operator) -> str:
-    """The kind of an operator, such as GEMM or attention; for a fusion, with the kind of its emitter."""
+    """The kind of an operator, such as GEMM or attention. For a fusion, the kind includes the kind of its emitter."""
     key = operator.key
     if isinstance(key, OperatorKey) and key.kind == "fusion":
         return f"fusion {key.family.partition('-')[0]}"

@@ -1,17 +1,18 @@
-"""A user's train step: the decorator, its options, `value_and_grad`, and the compiled step for one kind of arguments.
+"""Makes an interleaved step from a user's train step.
 
     strand_interleave.py   the decorator
     interleaved_step.py    the step that the decorator makes
     argument_keys.py       keys that tell kinds of arguments apart
-    frameworks/            arguments that are objects of Flax NNX or modules of Equinox
-    options.py             the options of a step; a new option starts here
-    target.py              the GPUs that a program is for, and operator costs there
-    pass_lists.py          the passes of each schedule, as data; step_passes.py makes them for one program
-    collective_matmuls/    collective matmuls in place of collectives next to matrix products
+    frameworks/            support for arguments that are objects of Flax NNX or modules of Equinox
+    options.py             the options of a step; a new option is added here
+    target.py              the GPUs that a program is for, and the costs of operators on these GPUs
+    pass_lists.py          the passes of each schedule, as data
+    step_passes.py         makes the passes of one program from these lists
+    collective_matmuls/    replaces collectives next to matrix products by collective matmuls
     microbatches/          `value_and_grad`: JAX's, or a loop over micro-batches
-    specialization.py      one program: lowered, transformed, compiled
-    plain_step.py          the plain step, which an interleaved step is compared with
+    specialization.py      lowers, transforms and compiles the program for one kind of arguments
+    plain_step.py          memory and time of the plain step, with which an interleaved step is compared
     verification.py        compares the results of two steps
 
-This folder may import everything from `runtime`, `passes` and `profiles`.
+The modules of this folder may import everything from `runtime`, `passes` and `profiles`.
 """

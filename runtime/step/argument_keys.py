@@ -1,4 +1,4 @@
-"""Keys that tell the arguments of a step apart. A step is specialized once for each key."""
+"""Makes keys from the arguments of a step. A step is specialized once for each key."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def leaf_key(leaf: Any) -> Hashable:
 
 
 def place(sharding: jax.sharding.Sharding) -> Hashable:
-    """A key that is equal for shardings with the same layout.
+    """Returns a key that is equal for shardings with the same layout.
 
-    A step's results often come back without mesh axes of size 1 in their sharding. `jax.jit` compiles once for both.
+    The shardings of a step's results often lack mesh axes of size 1 that the arguments' shardings have. `jax.jit`
+    compiles one program for both kinds of shardings, so their keys are equal.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding

@@ -1,7 +1,7 @@
-"""The step that `@strand_interleave` makes. It replaces the user's function, for arguments of every kind.
+"""Defines the step that `@strand_interleave` makes. It replaces the user's function.
 
-Arguments that hold Flax NNX objects, or leaves that are not arrays, pass through a front (`frameworks`). The front
-turns them into arrays for an inner step.
+Arguments may hold Flax NNX objects, or leaves that are not arrays. Such arguments pass through a front (`frameworks`),
+which turns them into arrays for an inner step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dhelix.runtime.step.step_passes import pass_manager
 
 class _PlainJit:
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        function = getattr(function, "jitted_fn", function)  # unwraps nnx.jit, to know its static arguments
+        function = getattr(function, "jitted_fn", function)  # unwraps nnx.jit, to find its static arguments
         return function if jax_compat.is_jitted(function) else jax.jit(function, **options)
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ _PLAIN = _PlainJit()
 
 
 def _through_front[M: Callable[..., Any]](method: M) -> M:
-    """Makes a method of the step's arguments also work for arguments that need a front."""
+    """Decorates a method that takes the step's arguments. If they need a front, the method runs through the front."""
 
     @functools.wraps(method)
     def dispatch(self: InterleavedStep, *args: Any, **kwargs: Any) -> Any:
@@ -59,11 +59,11 @@ def _through_front[M: Callable[..., Any]](method: M) -> M:
     return dispatch  # pyright: ignore[reportReturnType]
 
 
-_numbers = itertools.count(1)  # of steps
+_numbers = itertools.count(1)  # each step gets the next number
 
 
 class InterleavedStep[**P, R]:
-    """A train step that is called like the function it wraps, and compiled once for each kind of arguments.
+    """A train step. It is called like the function that it wraps, and is compiled once for each kind of arguments.
 
     The first call with arguments of a kind lowers the function, runs the passes and compiles the result. If no pass
     changes anything, the step runs as `jax.jit` would run it.
@@ -88,7 +88,7 @@ class InterleavedStep[**P, R]:
         Args:
           function: the user's function.
           options: options of the step.
-          front: the front that every call passes through; None: chosen by the arguments of each call.
+          front: the front that every call passes through. None: the arguments of each call decide the front.
           jit: traces and compiles the function. Fronts give their inner step a `jit` of their own.
         """
         functools.update_wrapper(self, function)
@@ -99,12 +99,12 @@ class InterleavedStep[**P, R]:
         self._number = next(_numbers)
         self._label = f"{self.__name__} {self._number}"  # distinguishes this step from others in the log
         self.options = options
-        self._manager = pass_manager(options)  # without a program; reports errors at decoration
+        self._manager = pass_manager(options)  # made without a program, so errors in options show at decoration
         self._function = function
         self._front_kind = front
         self._fronts: dict[type[front_choice.Front], front_choice.Front] = {}
         self._jit = jit
-        # With a front, its inner step runs. This function then only tells which arguments are static.
+        # With a front, the front's inner step runs. Then `_jitted` is only used to find which arguments are static.
         own = {name: value for name, value in options.jit.items() if front is None or name.startswith("static")}
         self._jitted = jit(function if options.microbatches is None else self._traced(options.microbatches), **own)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
@@ -114,7 +114,7 @@ class InterleavedStep[**P, R]:
         self._lock = threading.RLock()
 
     def with_jit(self, jit: front_choice.Jit) -> InterleavedStep:
-        """The same step with another `jit`, as the inner step of a front."""
+        """Returns the same step with another `jit`. A front uses it as its inner step."""
         return InterleavedStep(self._function, self.options, jit=jit)
 
     @_through_front
@@ -138,9 +138,9 @@ class InterleavedStep[**P, R]:
 
     @_through_front
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Like `lower` of `jax.jit`, but with the LOWERED passes applied.
+        """Lowers the step as `lower` of `jax.jit` does, and applies the LOWERED passes.
 
-        Arguments may be `jax.ShapeDtypeStruct`s. With dhelix switched off, returns the unchanged program.
+        Arguments may be `jax.ShapeDtypeStruct`s. If dhelix is switched off, the result is the unchanged program.
         """
         if not registration.on():
             return self._jitted.lower(*args, **kwargs)
@@ -148,24 +148,24 @@ class InterleavedStep[**P, R]:
 
     @_through_front
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """Like `trace` of `jax.jit`, without passes. `jax.export` therefore exports the step without passes, too."""
+        """Traces the step as `trace` of `jax.jit` does. No pass runs, so `jax.export` exports a step without passes."""
         return self._jitted.trace(*args, **kwargs)
 
     @_through_front
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Like `eval_shape` of `jax.jit`: shapes and types of the results."""
+        """Returns shapes and types of the results, as `eval_shape` of `jax.jit` does."""
         return self._jitted.eval_shape(*args, **kwargs)
 
     @_through_front
     def preview(self, *args: Any, **kwargs: Any) -> Report:
-        """Reports what the passes of the LOWERED stage do for these arguments. Does not compile the step."""
+        """Reports what the LOWERED passes do for these arguments. This does not compile the step."""
         if not registration.on():
             return self._report_off()
         return self._specialize(self._key(args, kwargs), args, kwargs).preview()
 
     @_through_front
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Reports what the passes of all stages did. Compiles the step for these arguments if necessary."""
+        """Reports what the passes of all stages did. This compiles the step for these arguments if necessary."""
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             return self._specialize(key, args, kwargs).report() if on else self._report_off()
@@ -180,20 +180,23 @@ class InterleavedStep[**P, R]:
         progress: Progress | bool = True,
         **kwargs: Any,
     ) -> Profile:
-        """Measures the costs of the step's operators on the job's GPUs that are missing in the profile's file.
+        """Measures on the job's GPUs how long the step's operators take, and saves the times in a profile's file.
 
-        It measures the operators of the step after its passes, under the launch setting of this process: each operator
-        alone and, where it matters, two at once. It saves every batch of results, so a call after an interruption
-        continues there. The arguments are not donated. All processes of a job must call it together.
+        Only operators whose times are missing in the file are measured. The operators are those of the step after its
+        passes. The times are for the launch setting of this process. Each operator is measured alone. Two operators are
+        measured at once if their overlap may matter. Every batch of results is saved, so a call after an interruption
+        continues where the interrupted call stopped. The arguments are not donated. All processes of a job must call
+        this method together.
 
         Args:
-          *args, **kwargs: the step's arguments, or `jax.ShapeDtypeStruct`s, which take no memory. With arrays it also
-            traces the running step; traced times take precedence over times of operators that run alone.
-          out: the profile's file; by default the file that `dhelix profile` writes.
-          link: "nvlink" or "no-p2p"; by default derived from NCCL_P2P_DISABLE.
-          pairs: whether to measure pairs of operators; False measures only single operators.
-          again: measure known operators, too.
-          progress: called with the number of items done, their total, and the next item; True writes log lines.
+          *args, **kwargs: the step's arguments, or `jax.ShapeDtypeStruct`s, which take no memory. If they are arrays,
+            the running step is also traced. Operators other than products and attention get their times from the trace.
+          out: the profile's file; default: the file that `dhelix profile` writes.
+          link: "nvlink" or "no-p2p"; the default follows from NCCL_P2P_DISABLE.
+          pairs: whether pairs of operators are measured. If False, only single operators are measured.
+          again: whether known operators are measured again.
+          progress: function that is called with the number of finished items, the number of all items, and the next
+            item. True writes log lines.
 
         Returns:
           The profile in the file, with the new times (seconds).
@@ -212,7 +215,7 @@ class InterleavedStep[**P, R]:
         return in_process.profile(process, lowered, compiled, arguments, out, pairs, again, progress)
 
     def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
-        """The program that a call with these arguments runs, before and after XLA."""
+        """The program that a call with these arguments runs: lowered, and compiled by XLA."""
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             if not on:
@@ -220,7 +223,7 @@ class InterleavedStep[**P, R]:
                 return lowered, lowered.compile()
             chosen = self._specialize(key, args, kwargs)
             compiled = chosen.compile() or chosen.original.compile()
-            return chosen.lowered, compiled  # read after compile(), which resets it if compilation fails
+            return chosen.lowered, compiled  # `lowered` is read after compile(), which resets it on failure
 
     def _asked(self) -> dict[str, object]:
         """The options that must be the same in all processes of a job."""
@@ -230,7 +233,7 @@ class InterleavedStep[**P, R]:
         return {**asked, "collective_matmul": self.options.matmuls}
 
     def clear_cache(self) -> None:
-        """Forgets all programs compiled so far and frees their memory."""
+        """Forgets all compiled programs and frees their memory."""
         with self._lock:
             self._specializations.clear()
             self._hosts.clear()
@@ -239,16 +242,16 @@ class InterleavedStep[**P, R]:
             self._jitted.clear_cache()
 
     def static_positions(self, args: Any) -> tuple[set[int], frozenset[str]]:
-        """Positions of the static arguments among `args`, and names of the static arguments."""
+        """Returns the positions of static arguments among `args`, and the names of static keyword arguments."""
         found = {number % len(args) for number in self._static_numbers if -len(args) <= number < len(args)}
         return found, self._static_names
 
     def __reduce__(self) -> str:
-        """Pickles and copies by name, like a function: a copy is the step itself."""
+        """Makes pickle and copy refer to the step by its name, as for a function. So a copy is the step itself."""
         return self.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Binds the step to an object, like a function in a class."""
+        """Binds the step to an object, if the step is a method of a class."""
         return self if instance is None else _BoundStep(self, instance)
 
     def _report_off(self) -> Report:
@@ -256,7 +259,7 @@ class InterleavedStep[**P, R]:
         return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, registration.switched_off()),))
 
     def _front(self, args: Any, kwargs: Any) -> front_choice.Front | None:
-        """The front for these arguments; None if `jax.jit` takes them as they are."""
+        """The front for these arguments; None if `jax.jit` accepts the arguments unchanged."""
         if self._jit is not _PLAIN:
             return None
         kind = self._front_kind or front_choice.kind_of(self._function, self._separate(args, kwargs)[1])
@@ -268,7 +271,10 @@ class InterleavedStep[**P, R]:
             return self._fronts[kind]
 
     def _traced(self, microbatches: int, results: bool = False) -> Callable[..., Any]:
-        """The function with its batch split. With `results`, it returns the results of value_and_grad instead."""
+        """The user's function, with `value_and_grad` splitting its batch into micro-batches.
+
+        With `results`, the function returns the results of its calls of value_and_grad instead of its own results.
+        """
 
         @functools.wraps(self._function)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -284,18 +290,18 @@ class InterleavedStep[**P, R]:
                 say_once(f"{self.__name__}: {reason}", (self._label, reason))
             return active.results if results else output
 
-        traced.__name__ = self.__name__  # a functools.partial has none
+        traced.__name__ = self.__name__  # a functools.partial has no __name__
         return traced
 
     def _results(self, microbatches: int) -> Callable[..., Any]:
-        """A function of the step's arguments that returns the results of value_and_grad. Donates nothing."""
+        """A function of the step's arguments that returns the results of value_and_grad, and donates no arguments."""
         dropped = {"donate_argnums", "donate_argnames", "out_shardings"}
         options = {k: v for k, v in self.options.jit.items() if k not in dropped}
         return self._jit.results(self._traced(microbatches, results=True), **options)
 
     def _check_used(self, active: Microbatching) -> None:
         self._splits |= active.calls > 0
-        if self._splits:  # now, or in a function that JAX traced earlier for this step
+        if self._splits:  # called now, or earlier in a function that JAX does not trace again
             return
         reason = "microbatches= has no effect: the step does not call dhelix.value_and_grad"
         if self.options.strict:
@@ -338,7 +344,7 @@ class InterleavedStep[**P, R]:
             return None
 
     def _separate(self, args: Any, kwargs: Any) -> tuple[Hashable, Any]:
-        """The static arguments, and (args, kwargs) of the others."""
+        """Returns the static arguments, and (args, kwargs) of the other arguments."""
         if not self._static_numbers and not self._static_names:
             return (), (args, kwargs)
         numbers, _ = self.static_positions(args)
@@ -373,7 +379,7 @@ class InterleavedStep[**P, R]:
 
 
 class _BoundStep:
-    """A decorated method bound to one object: the step with the object as its first argument."""
+    """A decorated method that is bound to one object. A call passes the object to the step as first argument."""
 
     def __init__(self, step: InterleavedStep, instance: object) -> None:
         functools.update_wrapper(self, step, updated=())

@@ -1,12 +1,13 @@
-"""The options of a step. They are defined once, here, and shared by the decorator's keywords and the commands' flags.
+"""Defines the options of a step, from which the decorator's keywords and the commands' flags follow.
 
     options = StepOptions(schedule="list", max_in_flight=2, donate_argnums=0)
 
-To add an option, add a field to `StepOptions` with its type, default and description, and a help text if commands have
-a flag for it. The keywords of `strand_interleave`, their types and `help`, and the flags of `dhelix train` follow from
-that. A pass with a field of the same name receives its value (`pass_lists.py`).
+To add an option, add a field to `StepOptions` with its type, default and description. If commands have a flag for the
+option, add a help text, too. The keywords of `strand_interleave`, their types and `help`, and the flags of
+`dhelix train` follow from the field. A pass with a field of the same name receives the option's value
+(`pass_lists.py`).
 
-Nothing here imports jax, because `dhelix train --help` imports this module.
+This module does not import jax, because `dhelix train --help` imports this module.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Flag:
     """The command-line flag of an option.
 
     Attributes:
-      help: one line.
-      least: smallest value of an option that is a whole number; None for other options.
+      help: the help text, one line.
+      least: the smallest allowed value, if the option is a whole number; None for other options.
       choices: the allowed values; empty if any value is allowed.
     """
 
@@ -56,7 +57,7 @@ class Flag:
 
 
 def _flag(default: Any, *flag: Any, **flags: Any) -> Any:
-    """A field whose option has a `Flag` on the command line."""
+    """Returns a dataclass field for an option that has a `Flag` on the command line."""
     return dataclasses.field(default=default, metadata={"flag": Flag(*flag, **flags)})
 
 
@@ -70,7 +71,7 @@ _NOT_GIVEN: Any = _NotGiven()
 
 @dataclass(frozen=True, kw_only=True)
 class JitOptions:
-    """Options of `jax.jit`. If one is not given, the default of `jax.jit` applies."""
+    """Options of `jax.jit`. If an option is not given, the default of `jax.jit` applies."""
 
     in_shardings: Any = _NOT_GIVEN
     out_shardings: Any = _NOT_GIVEN
@@ -92,59 +93,63 @@ class JitOptions:
 
     @property
     def xla(self) -> Mapping[str, Any] | None:
-        """XLA options that the step is compiled with."""
+        """The XLA options with which the step is compiled; None if none are given."""
         return self.jit.get("compiler_options")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(JitOptions):
-    """How a step is interleaved.
+    """The options of an interleaved step.
 
     What is interleaved
         microbatches: number of micro-batches into which `dhelix.value_and_grad` splits its batch. None: the step's own
             loop over micro-batches is used unchanged.
         reduce: how losses and gradients of micro-batches combine: "mean", "sum" or "weighted".
         pipeline: the pipeline (`Fold`) through which `dhelix.value_and_grad` sends the micro-batches. It needs
-            `microbatches`, a model that is a scan over layers, and a state folded by `Fold.fold`
+            `microbatches`, a model that scans over its layers, and a state folded by `Fold.fold`
             (docs/guide/pipeline.md).
         skew: number of layers by which the strands are apart. The first and last layers of the step then also overlap
-            with another micro-batch. This pays if communication is slow and micro-batches are few. The residuals of
-            `skew` more layers stay alive. Needs at least 3 micro-batches (`passes/strands/strand_skew.py`).
+            with another micro-batch. This makes a step faster if communication is slow and micro-batches are few. The
+            residuals of `skew` more layers stay alive. At least 3 micro-batches are needed
+            (`passes/strands/strand_skew.py`).
 
     Order and costs
         schedule: how operators are ordered on GPUs. "dp" pairs both strands by dynamic programming (DHelix section
-            4.2), "list" schedules collectives by list scheduling, "xla" leaves the order of both strands to XLA,
+            4.2). "list" schedules collectives by list scheduling. "xla" leaves the order of both strands to XLA.
             "intra_batch" orders a single micro-batch without strands.
-        plan: a plan of `dhelix plan`, or its path, whose order replaces `schedule`. If it does not fit the step, XLA's
-            order stays and a line in the log says why; with `strict` this raises.
-        profile: source of operator costs. "auto": the shipped or the user's own profile of the GPUs that the step is
-            lowered for, or a roofline if there is none. Else a profile's path, or a `Profile`. None: the roofline.
-        collective_matmul: what replaces collectives next to matrix products on GPUs. "off": nothing. "auto": the
-            fastest form measured on these GPUs, if it is faster than the collective; with strands, only if the step is
-            predicted to be faster. Or a form for all sites that can have it, such as "ring" or "hybrid:4"
-            (docs/guide/collective_matmul.md). Unless "off", the step's CUDA graphs hold no custom calls; a step that
-            is already jitted uses kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else
-            "off".
+        plan: a plan of `dhelix plan`, or its path. The plan's order replaces `schedule`. If the plan does not fit the
+            step, XLA's order stays and a line in the log says why. With `strict`, this is an error.
+        profile: source of operator costs: "auto", a profile's path, a `Profile`, or None. "auto" is the shipped or the
+            user's own profile of the GPUs that the step is lowered for. If there is no such profile, or with None,
+            costs come from a roofline model.
+        collective_matmul: what replaces a collective next to a matrix product on GPUs: "off", "auto", a form, or None.
+            With "off", all collectives stay. "auto" takes the fastest form measured on these GPUs, if it is faster than
+            the collective. With strands, it takes the form only if the step is also predicted to be faster. A form,
+            such as "ring" or "hybrid:4", replaces all collectives that can have it (docs/guide/collective_matmul.md).
+            None means "auto" with schedule="intra_batch", and "off" otherwise. Unless the value is "off", dhelix keeps
+            custom calls out of the step's CUDA graphs. For a step that is already jitted, XLA_FLAGS must do this;
+            otherwise no kernels are used.
 
     Limits
-        memory_limit: memory that the step may need on each GPU, arguments included: bytes, or text such as "60GiB".
-            None: with "dp", "list" and plans, the plain step's total memory plus 3 %, which costs one extra XLA
-            scheduling run; otherwise no limit. If no order fits, the plain step runs, and a line in the log names the
-            smallest sufficient limit.
-        max_in_flight: largest number of collectives of one lane that may be in flight at once. None: as many as are
-            fastest.
+        memory_limit: memory that the step may need on each GPU, arguments included, in bytes or as text such as
+            "60GiB". With None, the limit for "dp", "list" and plans is the plain step's total memory plus 3 %. To find
+            that memory, XLA schedules the plain step, too. Other schedules have no limit by default. If no order fits,
+            the plain step runs, and a line in the log names the smallest sufficient limit.
+        max_in_flight: largest number of collectives of one lane that may be in flight at once. With None, the passes
+            choose the number for which the step is fastest.
 
     Debugging
-        strict: raise if the step would be left alone. Interleave it even if it is predicted to be slower.
-        verify: at the first call with arguments of a kind, compare the step with the plain step, on copies of the
-            arguments (`runtime/step/verification.py`).
-        passes: passes that replace the schedule's (`runtime/step/pass_lists.py`).
+        strict: whether dhelix raises an error instead of leaving the step alone. With `strict`, the step is interleaved
+            even if it is predicted to be slower.
+        verify: whether the first call with arguments of a kind compares the results of the step with the results of the
+            plain step (`runtime/step/verification.py`). The comparison uses copies of the arguments.
+        passes: passes that replace the passes of the schedule (`runtime/step/pass_lists.py`).
         disable: names of passes that do not run.
-        dump_to: folder for the HLO before and after each pass.
+        dump_to: folder to which the HLO before and after each pass is written.
 
     Options of `jax.jit`
-        donate_argnums, static_argnames, in_shardings, ... Not for a function that is already jitted, which keeps its
-            own.
+        donate_argnums, static_argnames, in_shardings, ... They are not allowed for a function that is already jitted,
+            because it has options of its own.
 
     Raises DhelixError for invalid values and for options that do not fit together.
     """
@@ -182,7 +187,7 @@ class StepOptions(JitOptions):
 
     strict: bool = False
     verify: bool = _flag(False, "compare the results of the first step with those of the plain step")
-    # Any instead of `manager.Pass`, because type checkers reject class attributes in place of its properties.
+    # The type is Any instead of `manager.Pass`, because type checkers reject passes whose `name` is a class attribute.
     passes: Sequence[Any] | None = None
     disable: Collection[str] = ()
     dump_to: str | Path | None = None
@@ -209,29 +214,29 @@ class StepOptions(JitOptions):
 
     @property
     def most_bytes(self) -> int | None:
-        """`memory_limit`, in bytes."""
+        """The option `memory_limit` in bytes; None if it is not given."""
         assert not isinstance(self.memory_limit, str)  # converted by `__post_init__`
         return self.memory_limit
 
     @property
     def loaded_plan(self) -> Plan:
-        """`plan` after its file was read."""
+        """The option `plan`. It must be given, and its file must have been read."""
         assert self.plan is not None and not isinstance(self.plan, (str, Path))
         return self.plan
 
     @property
     def limited(self) -> bool:
-        """Whether memory is limited to the plain step's and 3 % if `memory_limit` is not given."""
+        """Whether the plain step's memory plus 3 % is the limit if `memory_limit` is not given."""
         return self.passes is None and (self.plan is not None or self.schedule in _LIMITED)
 
     @property
     def insists(self) -> bool:
-        """Whether the user asks for exactly these passes, even if the prediction says that they do not pay."""
+        """Whether the user's options ask for passes that must run even if the step is predicted to be slower."""
         return self.strict or self.passes is not None or self.plan is not None
 
     @property
     def matmuls(self) -> str | Form:
-        """The effective `collective_matmul`: as given, else the schedule's default.
+        """The effective value of `collective_matmul`: the user's value if it is given, else the schedule's default.
 
         The default is "auto" for schedule="intra_batch" without plan or passes, and "off" otherwise.
         """
@@ -245,7 +250,7 @@ class StepOptions(JitOptions):
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """Raises DhelixError unless `value` is one of `known`."""
+    """Raises DhelixError unless `value` is in `known`. `name` is the option's name in the message."""
     if value not in known:
         raise DhelixError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
 
@@ -266,7 +271,7 @@ def _check_lists(passes: object, disable: object) -> None:
 
 
 def _check_together(options: StepOptions) -> None:
-    """Raises DhelixError for options that have no effect in combination."""
+    """Raises DhelixError if an option has no effect because of another option."""
     given = {name for name in _WITH_PASSES if getattr(options, name) != getattr(StepOptions, name)}
     if options.passes is not None:
         for name, instead in _WITH_PASSES.items():
@@ -301,18 +306,18 @@ _WITH_PASSES = {
 
 
 def flags() -> dict[str, Flag]:
-    """The command-line flags by option name."""
+    """Returns the command-line flags by option name."""
     return {field.name: field.metadata["flag"] for field in dataclasses.fields(StepOptions) if field.metadata}
 
 
 class Decorator(Protocol):
-    """Type of a decorator that turns a function into an `InterleavedStep` with the same signature."""
+    """The type of a decorator that turns a function into an `InterleavedStep` with the same signature."""
 
     def __call__[**P, R](self, function: Callable[P, R], /) -> InterleavedStep[P, R]: ...
 
 
 class StrandInterleave[**O](Protocol):
-    """Type of `strand_interleave` for type checkers; `O` are the options of a step."""
+    """The type of `strand_interleave` for type checkers. `O` stands for the options of a step."""
 
     @overload
     def __call__[**P, R](
@@ -323,9 +328,10 @@ class StrandInterleave[**O](Protocol):
 
 
 def with_options_of[**O](options: Callable[O, StepOptions]) -> Callable[[Callable[..., Any]], StrandInterleave[O]]:
-    """Gives a decorator the keywords of `options`, for type checkers and for `help`.
+    """Returns a decorator that gives a function the keywords of `options`, for type checkers and for `help`.
 
-    Replaces `  <options>` in the decorator's docstring by the docstring of `options` without its first and last part.
+    It also replaces `  <options>` in the function's docstring by the docstring of `options`. The summary line of that
+    docstring, and its part that begins with "Raises", are left out.
     """
 
     def of(function: Callable[..., Any]) -> StrandInterleave[O]:

@@ -1,4 +1,4 @@
-"""The passes that a step runs: one list for each schedule, and one for plans.
+"""Lists the passes that a step runs: one list for each schedule, and one for plans.
 
     schedule            strands                          order of operators on GPUs
     dp, the default     backward overlapping forward     pairing by dynamic programming (DHelix section 4.2)
@@ -7,12 +7,13 @@
     intra_batch         none                             the search of dp inside one micro-batch (MegaScale)
     a plan              backward overlapping forward     the plan's
 
-Lists hold classes, with their fixed options. A pass gets its other options by name: its field `max_in_flight` takes the
-step's `max_in_flight`, and `model` and `hardware` come from the step's target. A new option of a step that a pass has a
-field for therefore needs no change here.
+The lists hold classes of passes, with their fixed options. A pass gets its other options by name. For example, its
+field `max_in_flight` takes the step's `max_in_flight`. Its fields `model` and `hardware` come from the step's target.
+So a new option of a step needs no change in this module, if the pass has a field of the same name.
 
-Reordering alone cannot hide all communication inside one micro-batch. Partitioned matrix products hide more, so
-`intra_batch` defaults to collective_matmul="auto" (`options.StepOptions.matmuls`), the other schedules to "off".
+Reordering alone cannot hide all communication inside one micro-batch. Partitioned matrix products hide more. So the
+default of `collective_matmul` is "auto" for `intra_batch`, and "off" for the other schedules
+(`options.StepOptions.matmuls`).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ LISTS: Mapping[str, tuple[Listed, ...]] = {
     "intra_batch": (ROWS, StreamAssignment, IntraBatch),
 }
 ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew"}
-"""Passes that run only if this option of the step is not 0."""
-_INSTEAD: Mapping[str, type[Any]] = {  # the pass that decomposes collectives, by their kind
+"""Maps a pass to an option of the step. The pass runs only if this option is not 0."""
+_INSTEAD: Mapping[str, type[Any]] = {  # kind of collective -> the pass that decomposes collectives of this kind
     "reduce-scatter": ReduceScatterDecomposition,
     "all-gather": AllGatherDecomposition,
     "collective-permute": PermuteDecomposition,
@@ -78,30 +79,33 @@ _INSTEAD: Mapping[str, type[Any]] = {  # the pass that decomposes collectives, b
 
 
 def default_passes(options: StepOptions | None = None, **target: Any) -> tuple[Pass, ...]:
-    """The passes of a step's schedule.
+    """Returns the passes of a step's schedule.
 
     Args:
-      options: options of the step; by default the default options.
-      **target: `model`: measured costs; `hardware`: its roofline gives the costs without a model; `memory_limit`:
-        bytes, overrides the step's.
+      options: options of the step; default: `StepOptions()`.
+      **target: values for fields of passes. `model` holds measured costs. `hardware` is the GPU and its links; without
+        a model, costs come from its roofline. `memory_limit` (bytes) overrides the limit in `options`.
     """
     options = options or StepOptions()
     return made(LISTS[options.schedule], options, **target)
 
 
 def planned_passes(plan: Plan, memory_limit: int | None = None, hardware: Hardware = H200) -> tuple[Pass, ...]:
-    """The passes that carry out a plan: strands, its alternatives for collectives, streams, and its order."""
+    """Returns the passes that carry out a plan.
+
+    The passes make strands, replace collectives and order operators as the plan says. They also assign streams.
+    """
     strands, chosen = strand_passes(plan.order.skew), alternatives(plan.collectives)
     return (*strands, *chosen, StreamAssignment(hardware), PlannedOrder(plan, memory_limit))
 
 
 def strand_passes(skew: int = 0) -> tuple[Pass, ...]:
-    """The passes for two strands, `skew` layers apart, in XLA's order."""
+    """Returns the passes that make two strands, `skew` layers apart. They leave the order to XLA."""
     return made(STRANDS, StepOptions(skew=skew))
 
 
 def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
-    """The passes that replace collectives as a plan says, wherever that is possible."""
+    """Returns the passes that replace collectives as a plan says, wherever that is possible."""
     reduction = (GradientReduction(),) if planned.reduced else ()
     partition = (RowPartition(parts=planned.row_parts),) if planned.row_parts else ()
     kinds, only = {key.kind for key in planned.decomposed}, planned.decomposed
@@ -109,7 +113,7 @@ def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
 
 
 def made(listed: Iterable[Listed], options: StepOptions, **others: Any) -> tuple[Pass, ...]:
-    """Instantiates the passes of a list. Each gets the step's options, and `others`, that it has a field for."""
+    """Instantiates the passes of a list. A pass gets the options, and the `others`, for which it has fields."""
     said = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)} | others
     found: list[Pass] = []
     for one in listed:

@@ -1,8 +1,8 @@
-"""The plain step as XLA schedules it: the memory that it needs, and its predicted time.
+"""Finds the memory that the plain step needs, and predicts its time. The plain step is the step without passes.
 
-An interleaved step is compared with the plain step: for its memory limit (`memory_need.py`) and for its gain
-(`passes/framework/gain.py`). Both need XLA's passes over the plain step, which take seconds for large steps, so results
-are stored next to the compilation cache.
+The memory limit of an interleaved step follows from the plain step's memory (`memory_need.py`), and its gain is
+relative to the plain step's time (`passes/framework/gain.py`). Memory and time follow from the plain step's schedule.
+XLA may take seconds to schedule a large step, so the results are stored in the compilation cache's folder.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from dhelix.runtime.step.options import StepOptions
 
 
 class PlainStep:
-    """A lowered step before any pass. Computes its memory and time on first use.
+    """A lowered step before any pass. Its memory and predicted time are computed on first use.
 
     Attributes:
-      seconds: time that this took in this process.
+      seconds: seconds that this process took to compute memory and time.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class PlainStep:
         """
         Args:
           lowered: the step, lowered for GPUs.
-          program: the same as serialized HLO.
-          costs: makes the costs that the time is predicted from.
-          xla: XLA options that the step is compiled with.
+          program: the lowered step as serialized HLO.
+          costs: function that makes the operator costs for the prediction.
+          xla: XLA options with which the step is compiled.
         """
         self._lowered, self._program = lowered, program
         self._costs = costs
@@ -60,21 +60,21 @@ class PlainStep:
 
     @cached_property
     def known(self) -> tuple[MemoryNeed, StepParts] | None:
-        """Bytes that the plain step needs, and the parts of its predicted time.
+        """The memory that the plain step needs, and the parts of its predicted time.
 
-        None if XLA fails before it has a schedule. Compiling the program then raises the error.
+        None if XLA fails before it has a schedule. A later compilation of the program then raises the error.
         """
         start = time.perf_counter()
         try:
             program, costs = self._program, self._costs()
-            self._program = b""  # frees it: it may hold constants of any size
+            self._program = b""  # frees the program, which may hold large constants
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
             if found is None and (module := self._scheduled(program, tuned=False)) is not None:
                 need = memory_need.of_module(HloModule.from_bytes(module))
                 if not deviceless.are_attached(jax_compat.devices(self._lowered)):
-                    # Without GPUs nothing is tuned, so scheduling with the step's own options costs no more. On GPUs
-                    # tuning would take as long as for the step, so all products are predicted as cuBLAS's there.
+                    # For deviceless targets XLA tunes nothing, so scheduling with the step's own options is as fast. On
+                    # attached GPUs, tuning would take long, so the prediction assumes cuBLAS for all products.
                     module = self._scheduled(program, tuned=True) or module
                 found = need, of_scheduled(HloModule.from_bytes(module), costs)
                 cache_notes.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
@@ -86,7 +86,7 @@ class PlainStep:
         return scheduled_only.scheduled(self._lowered, program, "plain", tuned=tuned)
 
     def _fingerprint(self, program: bytes, costs: Costs) -> str:
-        """Fingerprint of the program, of XLA's options, and of everything that determines costs."""
+        """A fingerprint of the program, of XLA's options, and of everything that determines costs."""
         measured = None if costs.estimator is None else (costs.estimator.profile, costs.estimator.section.setting)
         options = {name: str(value) for name, value in self._options.items()}
         given = {"flags": os.environ.get("XLA_FLAGS", ""), "options": options, "hardware": costs.hardware}
@@ -94,10 +94,12 @@ class PlainStep:
 
 
 def memory_limit(step: str, options: StepOptions, plain: PlainStep | None) -> int | None:
-    """Bytes that a step may need on each GPU: the user's limit, else 3 % more than the plain step needs.
+    """Returns the bytes that a step may need on each GPU; None if there is no limit.
 
-    A plan may always need the memory that it was allowed when it was made. None (no limit) for schedules without a
-    default limit, for user-defined passes, on devices other than GPUs, and if the plain step's memory is unknown.
+    The limit is the user's `memory_limit`, if it is given. Otherwise it is the plain step's memory plus a slack
+    (`MemoryNeed.allowed`). A plan may always need as much memory as it was allowed when it was made. Without a limit
+    from the user, there is no limit for schedules without a default limit, for user-defined passes, and if the plain
+    step's memory is unknown. There is never a limit on devices other than GPUs.
 
     Args:
       step: name of the step, for the log.
@@ -116,7 +118,7 @@ def memory_limit(step: str, options: StepOptions, plain: PlainStep | None) -> in
 
 
 def of_scheduled(module: HloModule, costs: Costs) -> StepParts:
-    """The parts of a scheduled step's predicted time, and the bytes that it needs by live ranges."""
+    """Predicts the parts of a scheduled step's time. The result also has the step's memory by live ranges."""
     need = memory_need.of_module(module)
     return step_parts(module, costs, need.total)
 

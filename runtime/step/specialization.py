@@ -1,4 +1,4 @@
-"""A step for one kind of arguments: lowered and transformed at once, compiled at the first call."""
+"""Specializes a step for one kind of arguments: lowers and transforms it at once, compiles it at the first call."""
 
 from __future__ import annotations
 
@@ -43,23 +43,27 @@ _MANUAL_IN_GSPMD = (
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True interleave it anyway)"
 
 _SLOWER = 0.05
-"""The predicted loss above which the plain step runs. Predictions from a profile of the step err by less."""
+"""The plain step runs if the interleaved step is predicted to take longer by more than this fraction.
+
+Predictions from a profile of the step have smaller errors.
+"""
 
 
 class Specialization:
     """The program for one kind of arguments, before and after the passes.
 
-    dhelix never breaks a job. If passes refuse, or anything fails before the step runs (conversion to HLO and back, a
-    profile, compilation of the transformed program), the program is left alone: its caller runs the plain step, and a
-    line in the log says why. With `strict` all of these raise instead.
+    dhelix never breaks a job. Passes may refuse the program. Something may also fail before the step runs: conversion
+    to HLO and back, reading a profile, or compilation of the transformed program. In all these cases, the step is left
+    alone: its caller runs the plain step, and a line in the log says why. With `strict`, an error is raised instead.
 
-    A plan that does not fit is refused only when the compiler orders the program. By then the plan's replacements of
-    collectives are in the program. Such a step is compiled again, without the plan.
+    A plan that does not fit is refused only when the compiler orders the program. Then the program already contains the
+    plan's replacements of collectives, so the step is compiled again without the plan.
 
     Attributes:
       original: the lowered step before any pass.
       lowered: the step after the LOWERED passes; `original` if the step is left alone.
-      left_alone: whether the plain step runs: no pass changed anything, something failed, or memory did not suffice.
+      left_alone: whether the plain step runs. Its reasons are that no pass changed anything, something failed, memory
+        did not suffice, or the interleaved step is predicted to be slower.
       verified: whether the step was compared with the plain step.
     """
 
@@ -67,7 +71,7 @@ class Specialization:
         """
         Args:
           name: name of the step.
-          label: distinguishes the step from others of the same name in the log.
+          label: text that distinguishes the step in the log from other steps of the same name.
           options: options of the step.
           original: the lowered step before any pass.
         """
@@ -110,7 +114,7 @@ class Specialization:
         self._seconds += time.perf_counter() - start
 
     def compile(self) -> Callable[..., Any] | None:
-        """The compiled program, to be called without static arguments; None if `jax.jit` should run the step."""
+        """Returns the compiled program, which takes no static arguments; None if `jax.jit` should run the step."""
         with self._lock:
             if not self._agreed:
                 self._agreed = True
@@ -173,13 +177,13 @@ class Specialization:
         after = next((stage.parts for stage in stages if stage.parts is not None), None)
         if self._plain is None or after is None:
             return None
-        before, known = self._plain.seconds, self._plain.known  # `known` computes here if nobody asked before
+        before, known = self._plain.seconds, self._plain.known  # `known` is computed here if it was not needed before
         self._seconds += self._plain.seconds - before
         return None if known is None else Gain(known[1], after)
 
     def _begin(self, memory_limit: int | None, program: bytes | None = None) -> registration.Session:
         module = lowering.hlo_bytes(self.original) if program is None else program
-        if _TO_ONE_DEVICE in module:  # transformed, it could abort the process in XLA instead of failing to compile
+        if _TO_ONE_DEVICE in module:  # after a transformation, XLA could abort the process instead of raising an error
             raise DhelixError(_MANUAL_IN_GSPMD)
         given = self._target, self.original, memory_limit, self._paired, self._label
         played = None if self._plain is None else self._played
@@ -192,9 +196,10 @@ class Specialization:
 
     @contextlib.contextmanager
     def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:
-        """Wraps everything before the step runs: a failure there must not stop a job that runs without dhelix.
+        """Wraps code that runs before the step. If the code fails, the step is left alone, so the job goes on.
 
-        If it fails in one process of `job`, all processes leave the step alone. With `strict` it raises instead.
+        If the code fails in one process of `job`, all processes leave the step alone. With `strict`, an error is raised
+        instead.
         """
         try:
             yield
@@ -229,7 +234,10 @@ class Specialization:
             raise DhelixError(f"the interleaved program does not compile: {_first_line(error)}") from error
 
     def _check_order(self) -> None:
-        """Compares the order of collectives between processes. It comes last, so all learn of earlier failures."""
+        """Compares the order of collectives between processes.
+
+        This happens after all other work, so that all processes learn whether the work failed in one of them.
+        """
         compiled = None if self.left_alone else self._compiled
         marker = "" if self._session is None else self._session.marker
         self._order = first_run.check_order(self._name, compiled, marker, self._job)
@@ -258,9 +266,10 @@ class Specialization:
     def _keep_memory(self, limit: int) -> None:
         """Leaves the step alone if it needs more than `limit` bytes, arguments included, by the compiler's count.
 
-        The scheduler kept to the limit by live ranges, or refused. Gaps between buffers come on top, so the step is
-        compiled once more with a limit reduced by the gaps. Without a limit from the user, the plain step is compiled
-        as well, for its own count; it is also the step that runs if the interleaved step needs too much.
+        The scheduling pass kept to the limit by live ranges, or refused. But the compiler's allocation also has gaps
+        between buffers. So if the step needs too much, it is compiled once more with a limit that is reduced by the
+        gaps. Without a limit from the user, the plain step is also compiled, because its memory by the compiler's count
+        gives the limit. If the interleaved step still needs too much, this compiled plain step runs.
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
@@ -290,7 +299,8 @@ class Specialization:
     def _keep_speed(self) -> None:
         """Leaves the step alone if it is predicted to be slower than the plain step.
 
-        Not if the user insists (`StepOptions.insists`). Then the report says that no gain is predicted.
+        If the user insists (`StepOptions.insists`), the interleaved step runs all the same. Then the report says that
+        no gain is predicted.
         """
         if self._options.insists or self._plain is None:
             return
@@ -307,13 +317,17 @@ class Specialization:
         return self._largest(memory_need.of_compiled(compiled).total, "weigh memory")
 
     def _largest(self, value: int, purpose: str) -> int:
-        """The largest value of all processes. Their compilers may count differently, but all must decide alike."""
+        """The largest of the values of all processes.
+
+        Their compilers may count memory differently, but all processes must make the same decision.
+        """
         return agreement.largest(f"{purpose} of step {self._name!r}", value, self._job)
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
-        """(limit that would suffice, bytes lost in gaps, whether a pass refused for memory).
+        """Returns (limit that would suffice, bytes lost in gaps, whether a pass refused because of the limit).
 
-        The limit is what the compiled program needs, or less if the refusing pass reported less.
+        The limit that would suffice is the memory of the compiled program. If a pass refused, the limit may be less:
+        the bytes that the pass reported as needed, plus the gaps.
         """
         assert self._compiled is not None and self._session is not None
         gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).total
@@ -330,7 +344,7 @@ class Specialization:
         say_once(f"{self._name} runs as it is: {reason}", (self._label, reason))
 
     def _say_nothing_changed(self) -> None:
-        """Leaves the step alone and logs why. If a pass refused or failed, the pass manager has logged it already."""
+        """Leaves the step alone and logs why, unless the pass manager has already logged a refusal or a failure."""
         self.left_alone = True
         entries = tuple(self.preview())
         if not any(entry.outcome in (report.REFUSED, report.FAILED) for entry in entries):
@@ -339,7 +353,7 @@ class Specialization:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error. Errors of the compiler can have pages."""
+    """The first line of an error's text. Compiler errors can be very long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no reason given"
     return text if isinstance(error, DhelixError) else f"{type(error).__name__}: {text}"

@@ -1,6 +1,6 @@
-"""The passes of one step: its list (`pass_lists.py`), adapted to its target, plan and pipeline.
+"""Makes the passes of one program: a list of `pass_lists.py`, adapted to the program's target, plan and pipeline.
 
-`pass_manager(options, target, lowered)` makes them for one program.
+`pass_manager(options, target, lowered)` returns the passes in a `PassManager`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def pass_manager(
     paired: tuple[Placed, ...] = (),
     step: str = "",
 ) -> PassManager:
-    """The passes for a program. Without a program: as for CPUs, where no costs are needed.
+    """Returns the passes for a program.
 
     Args:
       options: options of the step.
       target: the GPUs that the program is for; None for other devices.
-      lowered: the program.
-      memory_limit: bytes; the effective limit (`plain_step.memory_limit`), used instead of the option.
-      paired: sites of collective matmuls that stay collectives (`weighed`).
+      lowered: the program. None: the passes are those for CPU devices, which need no costs.
+      memory_limit: the effective limit in bytes (`plain_step.memory_limit`). It replaces the limit in `options`.
+      paired: sites where a collective matmul is possible, but the collective stays (`weighed`).
       step: label of the step in the log.
     """
     passes = options.passes
@@ -47,7 +47,10 @@ def pass_manager(
 def _ordering(
     options: StepOptions, target: Target | None, lowered: jax.stages.Lowered | None, memory_limit: int | None
 ) -> list[Pass]:
-    """Strands and their order, by schedule or plan. For a pipeline only the order: its executor makes the strands."""
+    """The passes that make strands and order them, by the schedule or plan.
+
+    For a pipeline, only the ordering passes are returned, because the pipeline's executor makes the strands.
+    """
     if options.plan is None:
         given = {} if target is None else {"model": target.model, "hardware": target.hardware}
         passes = default_passes(options, memory_limit=memory_limit, **given)
@@ -70,7 +73,7 @@ def _collective_matmuls(
 ) -> tuple[Pass, ...]:
     """The collective-matmul passes. They run first, because other passes change collectives and orders.
 
-    Without them ExclusiveKernels still runs, because the user's code may call such kernels itself.
+    If there are none, ExclusiveKernels still runs, because the user's own code may call kernels that need this pass.
     """
     devices = [] if lowered is None else jax_compat.devices(lowered)
     planned = options.plan is not None and options.matmuls == AUTO  # the plan says what replaces its collectives
@@ -81,9 +84,10 @@ def _collective_matmuls(
 def weighed(
     options: StepOptions, target: Target | None, lowered: jax.stages.Lowered, memory_limit: int | None
 ) -> tuple[Placed, ...]:
-    """The sites whose collectives stay, because the step is then predicted to be faster than with collective matmuls.
+    """Returns the sites whose collectives stay, because a collective matmul there is predicted to make the step slower.
 
-    Only searched orders with measured costs allow this prediction; otherwise no site stays.
+    A site is a collective with the matrix product next to it. The prediction needs measured costs, and a schedule that
+    searches the order. Without these, the result is empty.
     """
     searched = options.passes is None and options.plan is None and options.limited
     if options.matmuls != AUTO or not searched or target is None or target.model is None:
@@ -107,7 +111,7 @@ def weighed(
 
 
 def without_plan(options: StepOptions) -> StepOptions:
-    """The same options with both strands in XLA's order instead of a plan's."""
+    """Returns `options` without the plan. Both strands then run in XLA's order."""
     known = [one.name for one in strand_passes()]
     disabled = (options.disable,) if isinstance(options.disable, str) else options.disable
     known = tuple(name for name in known if name in disabled)

@@ -1,16 +1,16 @@
-"""`@strand_interleave`: a train step whose micro-batches run as two strands.
+"""Defines the decorator `strand_interleave`. It makes a train step whose micro-batches run as two strands.
 
     @strand_interleave(donate_argnums=0)                    # the step has a loop over micro-batches, or
     @strand_interleave(microbatches=16, donate_argnums=0)   # it calls dhelix.value_and_grad
     def train_step(state, batch): ...
 
 The decorator replaces `jax.jit`. Like `jax.jit`, it makes one program per kind of arguments (shapes, types, shardings,
-static values, configuration). It lowers the step, runs the LOWERED passes on the HLO, and compiles the result. On GPUs
-the compiler calls the passes of the later stages. If no pass changes anything, or on a single device, the step runs as
-`jax.jit` would run it, and a line in the log says why. With DHELIX=off in the environment no pass runs, but
-`value_and_grad` still splits its batch into micro-batches.
+static values, configuration). For each kind, it lowers the step, runs the LOWERED passes on the HLO, and compiles the
+result. On GPUs, the compiler calls the passes of the later stages. If no pass changes anything, or on a single device,
+the step runs as `jax.jit` would run it, and a line in the log says why. With DHELIX=off in the environment, no pass
+runs, but `value_and_grad` still splits its batch into micro-batches.
 
-Nothing touches a device before the first call, so `jax.distributed.initialize()` works after decoration.
+The decorator touches no device before the first call, so `jax.distributed.initialize()` works after decoration.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dhelix.runtime.step.options import AUTO, OFF, StepOptions, with_options_of
 
 @with_options_of(StepOptions)
 def strand_interleave(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Decorates a train step, plain or already jitted.
+    """Decorates a train step, which may be a plain function or already jitted.
 
         @strand_interleave(microbatches=4, donate_argnums=0)
         def train_step(state, batch):
@@ -53,11 +53,12 @@ def strand_interleave(function: Callable[..., Any] | None = None, /, **options: 
       <options>
 
     Returns:
-      An `InterleavedStep`, or without `function` a decorator that makes one.
+      An `InterleavedStep`. Without `function`, a decorator that makes an `InterleavedStep`.
 
     Raises:
-      DhelixError: options are invalid or do not fit together. At the first call: with `strict`, the step would be left
-        alone; with `verify`, the step does not compute the same as the plain step.
+      DhelixError: options are invalid or do not fit together. The first call also raises this error in two cases: with
+        `strict`, if the step would be left alone; with `verify`, if the step does not compute the same as the plain
+        step.
     """
     with decorating():
         known = inspect.signature(StepOptions).parameters
@@ -71,7 +72,7 @@ def strand_interleave(function: Callable[..., Any] | None = None, /, **options: 
 
 @decorating()
 def interleaved(function: Callable[..., Any], options: StepOptions) -> InterleavedStep:
-    """Like `strand_interleave`, with `StepOptions` instead of keywords."""
+    """Does the same as `strand_interleave`, but takes the options as `StepOptions` instead of keywords."""
     step, front = function, None
     if unwrapped := fixed_leaves.unwrap_filter_jit(function):
         step, donated = unwrapped
@@ -86,7 +87,10 @@ def interleaved(function: Callable[..., Any], options: StepOptions) -> Interleav
 
 
 def _loaded(options: StepOptions) -> StepOptions:
-    """Replaces paths of a plan and a profile by their content. Raises DhelixError if a file cannot be read."""
+    """Returns `options` with the content of the plan and the profile instead of their paths.
+
+    Raises DhelixError if a file cannot be read.
+    """
     plan, profile = options.plan, options.profile
     if isinstance(plan, (str, Path)):
         options = options.but(plan=plan_files.load(plan))

@@ -1,9 +1,9 @@
-"""The target of a program: its GPUs, how this process reaches them, and operator costs there.
+"""Describes the target of a program: its GPUs, the link between them, and the costs of operators on them.
 
     target = Target.of(lowered, options)     # None: devices other than GPUs, which have no costs
     target.costs()
 
-A target is made once per program and passed to everything that decides by it.
+A target is made once per program. It is passed to all code whose decisions depend on GPUs or costs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dhelix.runtime.step.options import StepOptions
 
 @dataclass(frozen=True)
 class Target:
-    """GPUs, and how one process reaches them.
+    """The GPUs of a program, and the link between them.
 
     Attributes:
       gpu: name of the GPU.
       link: how GPUs of a node reach each other (`hardware.LINKS`).
-      hardware: description of GPU and link; includes the GPUs per node if the program spans several nodes.
-      model: measured costs under the launch setting of this process; None: costs come from a roofline.
+      hardware: description of GPU and link. It includes the GPUs per node if the program spans several nodes.
+      model: measured costs under the launch setting of this process. None: costs come from a roofline model.
     """
 
     gpu: str
@@ -47,9 +47,9 @@ class Target:
 
     @classmethod
     def of(cls, lowered: jax.stages.Lowered, options: StepOptions) -> Target | None:
-        """The target of a program; None for devices other than GPUs.
+        """Returns the target of a program; None for devices other than GPUs.
 
-        Raises DhelixError if a profile that the user gave does not cover this launch setting.
+        Raises DhelixError if the user gave a profile that has no times for this launch setting.
         """
         devices = jax_compat.devices(lowered) or jax.devices()
         if devices[0].platform not in ("gpu", "cuda"):
@@ -66,11 +66,14 @@ class Target:
         return cls(gpu, link, here.hardware, CostModel(found, setting, times_on(kind), nodes))
 
     def costs(self) -> Costs:
-        """New operator costs, which cache the costs that they are asked for."""
+        """Returns a new object that computes operator costs and caches them."""
         return Costs(self.hardware) if self.model is None else self.model.costs()
 
     def compare(self, plan: Plan, options: StepOptions) -> None:
-        """Logs how the process should have been started for a plan, and other differences from the plan's target."""
+        """Logs the differences between this target and the plan's target.
+
+        If the launch setting differs, the log says how to start the process for the plan.
+        """
         made_for = plan.target
         told = [launch_settings.difference(made_for, options=options.xla)]
         if other := self._unlike(made_for.hardware, made_for.link):
@@ -79,7 +82,10 @@ class Target:
             say_once(line, (line,))
 
     def _profile(self, asked: Any) -> Profile | None:
-        """The profile that the user `asked` for, or the known profile of these GPUs."""
+        """The profile `asked`, if the user gave one; else the shipped or the user's own profile of these GPUs.
+
+        None if the user asked for no profile, or there is none.
+        """
         if asked is None:
             return None
         if isinstance(asked, Profile):
@@ -99,16 +105,22 @@ class Target:
         return found
 
     def _setting(self, profile: Profile, options: StepOptions) -> str | None:
-        """The launch setting whose costs are used. Raises DhelixError if a profile that the user gave has none."""
+        """The launch setting in the profile whose costs are used; None if no setting fits the process.
+
+        Raises DhelixError if no setting fits and the user gave the profile.
+        """
         setting, line = launch_settings.nearest(profile.sections, os.environ, options.xla)
-        if setting is None and isinstance(options.profile, Profile):  # raises the error
+        if setting is None and isinstance(options.profile, Profile):  # the next line raises the error
             CostModel(profile, launch_settings.setting_of(os.environ, options.xla).name)
         if line:
             say_once(f"{profile.hardware} with link {profile.link}: {line}", ("launch setting",))
         return setting
 
     def _unlike(self, hardware: str, link: str) -> str:
-        """The difference from other GPUs in words, or "". A process cannot detect whether its link is "two-nodes"."""
+        """A text that says how `hardware` and `link` differ from this target; "" if they are equal.
+
+        The link "two-nodes" counts as equal, because a process cannot detect whether it has this link.
+        """
         if hardware == self.gpu and link in (self.link, "two-nodes"):
             return ""
         return f"{hardware} with link {link}, not {self.gpu} with {self.link}"

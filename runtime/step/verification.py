@@ -1,20 +1,22 @@
-"""Compares two steps: `strand_interleave(verify=True)`.
+"""Implements `strand_interleave(verify=True)`: compares the results of two steps.
 
-There are two comparisons. Each uses copies of the arguments, so donated arguments survive:
-1. The transformed step against the same step without passes (`check_passes`). Passes do not reorder additions, so the
-   results are bit-equal, or within `TOLERANCE` of each leaf's largest magnitude if XLA fused differently.
-2. With `microbatches=`: losses and gradients of the loop that `value_and_grad` built against those of the whole batch
-   (`check_microbatches`). The order of additions differs here. This comparison finds a `reduce` that does not fit.
+There are two comparisons. Both use copies of the arguments, so donated arguments stay valid:
+1. `check_passes` compares the transformed step with the same step without passes. Passes do not reorder additions, so
+   the results are bit-equal unless XLA chose other fusions. Then they may differ by `TOLERANCE` of each leaf's largest
+   magnitude.
+2. With `microbatches=`, `check_microbatches` compares the loop over micro-batches of `value_and_grad` with a single
+   gradient computation over the whole batch. It compares losses and gradients, whose additions have another order in
+   the loop. This comparison detects a `reduce` that does not fit the loss.
 
 If the program computes in less than float32, both tolerances are at least two units of its narrowest type.
 
-Some leaves consist only of rounding errors. For example, the gradient of an attention key's bias is zero in exact
-arithmetic, and Adam divides that noise by its own size. Other steps do not repeat their results on the same arguments,
-because GPUs add atomically. The plain step therefore runs three more times: once on the same arguments, and twice on
-arguments whose last bit is changed up or down. The largest change of a leaf is its noise, and `NOISE` times that is
-allowed.
+Some leaves consist only of rounding errors, called noise here. For example, the gradient of an attention key's bias is
+zero in exact arithmetic, and Adam divides its noise by the noise's own size. Also, some steps give different results
+each time, because GPUs add atomically. So the plain step runs three more times: once on the same arguments, and twice
+on arguments whose last bit is changed up or down. The noise of a leaf is its largest change in these runs. A leaf may
+differ by `NOISE` times its noise.
 
-The plain step's results are alive next to the results of one other run at a time.
+While a comparison runs, memory holds the results of the plain step and of one other run.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ _RANDOM = re.compile(r"threefry|rng_bit_generator|stablehlo\.rng\b")
 
 
 class VerificationError(DhelixError):
-    """The step does not compute the same as the plain step."""
+    """The step does not compute the same results as the plain step."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of a comparison of two pytrees that agree.
+    """The result of a comparison of two pytrees that agree within the tolerance.
 
     Attributes:
       leaves: number of leaves compared.
       largest: the largest difference in a leaf that is not noise, relative to the leaf's largest magnitude.
-      where: the name of that leaf.
+      where: the name of the leaf with this difference.
       noise: names of leaves that differ by more than `allowed`, but by no more than the plain step's noise permits.
       allowed: the relative difference that is allowed in a leaf that is not noise.
     """
@@ -74,12 +76,13 @@ def check_passes(
     kwargs: Any,
     passes: str,
 ) -> Agreement:
-    """Raises VerificationError unless both steps return the same.
+    """Raises VerificationError unless both steps return the same results.
 
     Args:
-      plain, changed: the steps, called with `*args, **kwargs`.
+      plain, changed: the steps. They are called with `*args, **kwargs`.
       lowered: the plain step, lowered.
-      passes: names of the passes that changed the program, for the message.
+      args, kwargs: the step's arguments.
+      passes: names of the passes that changed the program, for the error message.
     """
     expected, noise = _result_and_noise(plain, lowered, args, kwargs)
     advice = (
@@ -94,16 +97,19 @@ def check_passes(
 def check_microbatches(
     whole: Any, split: Any, lowered: jax.stages.Lowered, args: Any, kwargs: Any, microbatches: int, reduce: str
 ) -> Agreement | None:
-    """Raises VerificationError unless losses and gradients of micro-batches combine to those of the whole batch.
+    """Raises VerificationError unless micro-batches give the same losses and gradients as the whole batch.
 
     Args:
-      whole, split: functions of `*args, **kwargs` that return (value, gradients) of each call of
-        `value_and_grad`, with the whole batch and with micro-batches.
+      whole: function of `*args, **kwargs` that returns (value, gradients) of each call of `value_and_grad` in the step.
+        Each call gets the whole batch.
+      split: the same function, but each call splits its batch into micro-batches.
       lowered: the plain step, lowered.
+      args, kwargs: the step's arguments.
+      microbatches, reduce: the step's options.
 
     Returns:
-      The result of the comparison; None if the step itself calls `value_and_grad` nowhere, only a function that JAX
-      traces separately.
+      The result of the comparison. None if the step itself does not call `value_and_grad`. The results of calls by
+      functions that JAX traces separately are not known.
     """
     relative = tolerance(lowered, LOOP_TOLERANCE)
     expected, noise = _result_and_noise(whole, lowered, args, kwargs)
@@ -113,7 +119,7 @@ def check_microbatches(
     advice = _why_microbatches_differ(losses, given_losses, lowered, microbatches, reduce, relative)
     found = []
     for what in ("loss", "gradient", "auxiliary output"):
-        if what == "auxiliary output":  # losses and gradients agree
+        if what == "auxiliary output":  # here, losses and gradients agree
             advice = _why_auxiliary_outputs_differ(lowered, microbatches)
         for wanted, given, random in calls:
             scale = {"noise": random[what], "one_scale": what == "gradient"}
@@ -126,14 +132,17 @@ def check_microbatches(
 
 
 def _parts(result: Any) -> dict[str, Any]:
-    """Splits a result of `value_and_grad`. With auxiliary outputs its value is a pair, whose first part is the loss."""
+    """Splits a result of `value_and_grad` into loss, gradient and auxiliary output.
+
+    If there is an auxiliary output, the result's value is a pair whose first part is the loss.
+    """
     value, gradients = result
     loss, aux = value if isinstance(value, tuple | list) else (value, ())
     return {"loss": loss, "gradient": gradients, "auxiliary output": aux}
 
 
 def _why_auxiliary_outputs_differ(lowered: jax.stages.Lowered, microbatches: int) -> str:
-    """The advice if losses and gradients agree but an auxiliary output does not."""
+    """The advice for the case that losses and gradients agree, but an auxiliary output differs."""
     start = (
         f"Losses and gradients of {microbatches} micro-batches agree with the whole batch, but this output does not: "
     )
@@ -148,7 +157,10 @@ def _why_auxiliary_outputs_differ(lowered: jax.stages.Lowered, microbatches: int
 def _why_microbatches_differ(
     whole: Any, split: Any, lowered: jax.stages.Lowered, microbatches: int, reduce: str, relative: float
 ) -> str:
-    """The advice if they differ. It follows from the factor between the losses, and from random numbers in the step."""
+    """The advice for the case that losses or gradients differ.
+
+    It depends on the factor between the losses, and on whether the step draws random numbers.
+    """
     start = f"{microbatches} micro-batches do not combine to the whole batch: "
     for factor, right in ((float(microbatches), "sum"), (1 / microbatches, "mean")):
         scaled = [_scaled(value, factor) for value in split]
@@ -178,14 +190,14 @@ def _agree(expected: Any, actual: Any, relative: float) -> bool:
 
 
 def copy_arguments(tree: Any) -> Any:
-    """`tree` with a copy of each array, in the same sharding. Other leaves are not copied."""
+    """Returns `tree` with a copy of each array in the same sharding. Other leaves are not copied."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
 def _result_and_noise(
     function: Callable[..., Any], lowered: jax.stages.Lowered, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """The result of a function, and the noise of each leaf of the result."""
+    """Returns the result of a function, and the noise of each leaf of the result (see the module)."""
     expected = function(*copy_arguments(args), **copy_arguments(kwargs))
     noise = [0.0] * len(jax.tree.leaves(expected))
     unit = _narrowest_unit(lowered) / NOISE
@@ -197,7 +209,10 @@ def _result_and_noise(
 
 
 def _nudged(tree: Any, sign: int, unit: float) -> Any:
-    """Copies, with floating-point leaves alternately one unit larger and one unit smaller; unchanged for sign 0."""
+    """Returns a copy of `tree`. Its floating-point leaves are alternately one unit larger and one unit smaller.
+
+    If `sign` is 0, the copy is unchanged. Signs 1 and -1 change each leaf in opposite directions.
+    """
     leaves, treedef = jax.tree.flatten(copy_arguments(tree))
     for n, leaf in enumerate(leaves if sign else ()):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -208,12 +223,15 @@ def _nudged(tree: Any, sign: int, unit: float) -> Any:
 
 
 def tolerance(lowered: jax.stages.Lowered, base: float) -> float:
-    """The larger of `base` and two units of the narrowest floating-point type in the program."""
+    """Returns the larger of `base` and two units of the narrowest floating-point type in the program."""
     return max(base, 2 * _narrowest_unit(lowered))
 
 
 def _narrowest_unit(lowered: jax.stages.Lowered) -> float:
-    """The last bit of 1 in the narrowest floating-point type of a program; 0 if all types are wider than 16 bits."""
+    """The value of the last bit of 1.0 in the narrowest floating-point type of a program.
+
+    It is 0 if all types are wider than 16 bits.
+    """
     found = re.findall(r"[x<](bf16|f16|f8|f4)[A-Z0-9a-z]*>", lowered.as_text())
     return max((_NARROW[name] for name in set(found)), default=0.0)
 
@@ -228,17 +246,18 @@ def compare(
     noise: Any = None,
     one_scale: bool = False,
 ) -> Agreement:
-    """Raises VerificationError, naming the worst leaf, unless all leaves agree.
+    """Raises VerificationError unless all leaves of two pytrees agree. The message names the worst leaf.
 
     Args:
       expected, actual: pytrees of the same structure.
       what: name of the trees in the message.
       relative: allowed difference, relative to the leaf's largest finite magnitude. Integers must be equal.
       advice: last sentence of the message.
-      noise: noise of each leaf of `expected`; `NOISE` times that is allowed. None: no noise.
-      one_scale: use the largest magnitude of all leaves for each leaf. This is for gradients: one that is zero except
-        for rounding, such as that of an attention key's bias, has no scale of its own. Flax's fp8 histories are also
-        among the gradients and may be much larger, so each collection has its own scale.
+      noise: noise of each leaf of `expected`. A difference of `NOISE` times the noise is allowed. None: no noise.
+      one_scale: whether the allowed difference of each leaf is relative to the largest magnitude of all leaves. This is
+        for gradients. A gradient that is zero except for rounding, such as the gradient of an attention key's bias,
+        has no scale of its own. Flax's fp8 histories are also among the gradients and may be much larger, so each
+        collection has its own scale.
     """
     names = [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     found = _all_differences(expected, actual)
@@ -266,7 +285,7 @@ def compare(
 
 
 def _all_differences(expected: Any, actual: Any) -> list[tuple[float, float]]:
-    """For each leaf, the largest difference and the largest magnitude of `expected` (0 for integers)."""
+    """Returns for each leaf its largest difference, and its largest magnitude in `expected` (0 for integers)."""
     wanted, given = (list(map(_numbers, jax.tree.leaves(tree))) for tree in (expected, actual))
     return [(float(pair[0]), float(pair[1])) for pair in jax.device_get(_differences(wanted, given))]
 
@@ -282,7 +301,10 @@ def _differences(wanted: Sequence[jax.Array], given: Sequence[jax.Array]) -> lis
 
 
 def _difference(want: jax.Array, got: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest difference (infinite if only one side is NaN), and the largest finite magnitude of `want`."""
+    """Returns the largest difference of two arrays, and the largest finite magnitude in `want` (0 for integers).
+
+    The difference is infinite if an element is NaN in one array only.
+    """
     if want.size == 0:
         return jnp.float32(0), jnp.float32(0)
     if not jnp.issubdtype(want.dtype, jnp.inexact):

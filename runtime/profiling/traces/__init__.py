@@ -1,1 +1,1 @@
-"""Reads profiler traces, and the times of instructions and whole modules in them."""
+"""Reads from profiler traces how long instructions and whole modules took."""

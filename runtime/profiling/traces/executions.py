@@ -1,13 +1,14 @@
-"""Reads every execution of single instructions from a profiler trace, and whether other work disturbed it.
+"""Reads every execution of every instruction from a profiler trace, and whether other work disturbed the execution.
 
-XLA writes the HLO instruction of each kernel into the kernel's event (`hlo_op`). An execution is a span of a stream
-whose kernels carry one instruction's name and follow each other closely. Names of kernels are never used.
+XLA writes the HLO instruction of each kernel into the kernel's event (`hlo_op`). An execution is a span of time on one
+stream. Its kernels carry the same instruction's name and follow each other closely. Names of kernels are not used.
 
     for gpu, found in executions.record(run_the_step, "jit_train_step").items():
         for execution in found: execution.name, execution.seconds, execution.undisturbed
 
 Kernels in a CUDA graph carry the name of XLA's command buffer instead. Work that NCCL gives to copy engines carries no
-name. `between_marks` assigns both to the operators of a measuring program, which runs marks for that purpose.
+name. A measuring program runs marks before such work: small operators that the trace names. `between_marks` gives the
+work the name of its mark.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ _ANONYMOUS = re.compile("command_buffer|$")
 _NANO = 1e-9
 _DISTURBED = 0.05
 _PAUSE = 100e-6
-_BETWEEN_KERNELS = 20e-6  # longest pause within one instruction; a loop's next iteration comes later
+_BETWEEN_KERNELS = 20e-6  # longest pause within one execution; the next iteration of a loop comes after a longer pause
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One execution of one instruction on one GPU. Times in seconds of the trace's clock.
+    """One execution of one instruction on one GPU. Times are in seconds, by the trace's clock.
 
-    `shared`: seconds in which other streams ran kernels or copies; each of several overlapping ones counts.
+    Attributes:
+      name: name of the instruction.
+      shared: seconds of overlap with executions on other streams. If several of them overlap at once, each one counts.
     """
 
     name: str
@@ -49,7 +52,7 @@ class Execution:
 
     @property
     def undisturbed(self) -> bool:
-        """Whether almost nothing ran meanwhile. A few copies of a layer's small arrays do not count."""
+        """Whether almost nothing else ran during this execution. A few copies of small arrays do not disturb it."""
         return self.shared <= _DISTURBED * self.seconds
 
     @property
@@ -59,10 +62,11 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One kernel or copy. Times in seconds.
+    """One kernel or copy in the trace. Times are in seconds.
 
-    `name`: its instruction's name, empty if the trace has none; `of_module`: False if the event does not name the
-    module.
+    Attributes:
+      name: name of its instruction; empty if the trace names no instruction.
+      of_module: whether the event names the module.
     """
 
     start: float
@@ -75,12 +79,12 @@ class Event:
 def record(
     run: Callable[[], object], module_name: str, rename: Callable[[str], str | None] | None = None
 ) -> dict[int, list[Execution]]:
-    """Runs `run` under the profiler and returns the executions; see `of_trace`.
+    """Calls `run` under the profiler, and returns the executions as `of_trace` does.
 
     `run` must wait for the work that it starts.
     """
     options: Any = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0  # without the host's events, which are many
+    options.host_tracer_level = options.python_tracer_level = 0  # leaves out the host's events, which are many
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
@@ -90,10 +94,12 @@ def record(
 def record_everywhere(
     run: Callable[[], object], module_name: str, rename: Callable[[str], str | None] | None = None
 ) -> list[list[Execution]]:
-    """The same as `record`, for the GPUs of all processes, which call it together. Each GPU has its node's clock.
+    """Records the executions on the GPUs of all processes, and returns one list for each GPU.
+
+    All processes must call this function together. The times of each GPU come from its node's clock. See `record`.
 
     Raises:
-      DhelixError: in some process, a trace holds no kernel of the module.
+      DhelixError: the trace of some process has no kernel of the module.
     """
     found = agreement.together("record a trace", lambda: record(run, module_name, rename), (DhelixError,))
     if jax.process_count() == 1:
@@ -106,18 +112,19 @@ def record_everywhere(
 def of_trace(
     profile: trace.Profile, module_name: str, rename: Callable[[str], str | None] | None = None
 ) -> dict[int, list[Execution]]:
-    """Executions of a module's instructions, sorted by start, for each GPU of this process that ran the module.
+    """Reads the executions of a module's instructions from a trace.
 
     Args:
       profile: see `trace.load`.
       module_name: name of the compiled module, such as `jit_train_step`.
-      rename: maps XLA's names to other names, so that several instructions become one execution; None: no change.
+      rename: maps a name in the trace to another name, or returns None to keep the name. Instructions that get the same
+        name can become one execution.
 
     Returns:
-      Lists of executions by the GPU's number in this process.
+      A map from the numbers of this process's GPUs that ran the module to their executions, sorted by start.
 
     Raises:
-      DhelixError: the trace holds no kernel of the module.
+      DhelixError: the trace has no kernel of the module.
     """
     gpus = {}
     for device in trace.devices(profile):
@@ -131,7 +138,7 @@ def of_trace(
 
 
 def of_events(events: Iterable[Event]) -> list[Execution]:
-    """Executions on one GPU, sorted by start. Joins the kernels of an instruction and computes `shared`."""
+    """Joins the kernels of each instruction to executions, on one GPU. The result is sorted by start."""
     by_stream: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         before = by_stream[event.stream]
@@ -155,8 +162,8 @@ def of_events(events: Iterable[Event]) -> list[Execution]:
 def gap_seconds(executions: list[Execution]) -> float:
     """The median idle time between two consecutive kernels of a GPU; 0 if the GPU is never idle.
 
-    The median ignores the long idle times around collectives, which are no cost of a kernel. Pauses longer than _PAUSE
-    are left out, because the host causes them.
+    A median is used because some idle times are waits for collectives, which are long and not a cost of a kernel.
+    Pauses longer than _PAUSE are left out, because the host causes them.
     """
     busy = trace.merge((e.start, e.end) for e in executions)
     gaps = (after[0] - before[1] for before, after in itertools.pairwise(busy))
@@ -164,9 +171,9 @@ def gap_seconds(executions: list[Execution]) -> float:
 
 
 def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool]) -> Iterator[Execution]:
-    """Gives executions without a name the name of the last mark before them; marks are left out.
+    """Gives each execution without a name the name of the last mark before it. Marks are left out.
 
-    Executions with a name keep it. Consecutive executions of one mark become one execution.
+    Executions that have a name keep it. All executions that get the name of the same mark become one execution.
     """
     mark, pending = "", None
     for execution in executions:
@@ -201,7 +208,7 @@ def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | 
 
 
 def _continues(event: Event, before: Event) -> bool:
-    """Whether `event` is a further kernel of the instruction that its stream ran before it."""
+    """Whether `event` belongs to the same execution as `before`, the previous event of the same stream."""
     if event.name != before.name or _ANONYMOUS.match(event.name):
         return False
     return event.start - before.end <= _BETWEEN_KERNELS

@@ -5,11 +5,13 @@
 
 A kernel carries the name of its instruction, with these exceptions:
 
-  - An async pair runs under the name of the wrapped instruction: `all-to-all-start.2` as `all-to-all.15.1`.
+  - Kernels of an async pair may carry the name of the wrapped instruction: `all-to-all.15.1` for `all-to-all-start.2`.
   - Work that NCCL gives to copy engines carries no name. Collectives run one at a time, in the order of their launch.
-    So nameless executions belong, in order, to the launches of collectives that the trace does not name. Each launch
-    has the same number of nameless executions. If their numbers do not divide, they are left out.
-  - Control flow runs nothing itself. It lasts from the first execution inside to the last.
+    So nameless executions are assigned, in order, to the launches of collectives that the trace does not name. Each
+    launch gets the same number of executions. If the launches do not divide the nameless executions evenly, all
+    nameless executions are left out.
+  - A control-flow instruction, such as a while loop, has no kernel of its own. Its time is the span from the start of
+    the first execution inside to the end of the last.
 """
 
 from collections import Counter
@@ -23,9 +25,10 @@ from dhelix.runtime.profiling.traces.executions import Execution
 
 
 def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instruction, list[Execution]]:
-    """Executions of each instruction, sorted by start.
+    """The executions of each instruction, sorted by start.
 
-    An async pair's executions belong to its start; its done has none. Instructions that did not run have none.
+    The executions of an async pair are listed under its start instruction. Its done instruction has no executions.
+    Instructions that did not run are not in the result.
 
     Args:
       module: the compiled step.
@@ -52,7 +55,7 @@ def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instru
 
 
 def _names(module: HloModule) -> dict[str, Instruction]:
-    """Instructions by the names that their kernels carry."""
+    """Maps each name that a kernel may carry to its instruction."""
     running = [i for computation in module.schedule for i in sequence_of(computation)]
     names = {i.name: i for i in running}
     for start in running:
@@ -62,14 +65,18 @@ def _names(module: HloModule) -> dict[str, Instruction]:
 
 
 def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]) -> int:
-    """The number of steps in the trace, as most instructions indicate."""
+    """The number of steps in the trace.
+
+    Each instruction suggests a number: its executions in the trace, divided by its executions in one step. The number
+    that most instructions suggest is returned.
+    """
     runs = executions(module)
     counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if runs.get(i.computation))
     return max(counts, key=lambda count: (counts[count], count), default=0)
 
 
 def _launches(computation: Computation) -> Iterator[Instruction]:
-    """Collectives in the order in which a step launches them; loops of unknown trip count count once."""
+    """The collectives of a computation in the order of their launches. A loop of unknown trip count is entered once."""
     for instruction in sequence_of(computation):
         if instruction.opcode in CONTROL_FLOW:
             for _ in range(counted_trips(instruction)):
@@ -80,7 +87,10 @@ def _launches(computation: Computation) -> Iterator[Instruction]:
 
 
 def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]]) -> list[Execution]:
-    """Executions of control flow, joined from those inside; each of its executions has an equal share of these."""
+    """The executions of a control-flow instruction, joined from the executions of the instructions inside.
+
+    Each execution of the control flow gets an equal share of the executions inside.
+    """
     count = counted_trips(instruction)
     if not count:
         return []

@@ -1,7 +1,7 @@
-"""Reads the costs of a real step's operators from its profiler trace.
+"""Reads from the profiler trace of a real step how long its operators take.
 
-The best trace is of a step compiled without XLA's latency-hiding scheduler (`UNSCHEDULED`). Its collectives run alone,
-so that nearly every execution is undisturbed, with the caches and clocks of a real step.
+The step should be compiled without XLA's latency-hiding scheduler (`UNSCHEDULED`). Then its collectives run alone. So
+nearly every execution in the trace is undisturbed, and still has the caches and clocks of a real step.
 
     timings, gap = step_trace.timings(list(executions.record(run, module.name).values()), module, key_of)
 """
@@ -19,15 +19,16 @@ from dhelix.profiles.profile import Timing
 from dhelix.runtime.profiling.traces.executions import Execution, gap_seconds
 
 UNSCHEDULED: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": False})
-"""XLA options of a step whose trace yields times alone."""
+"""XLA options of a step in whose trace operators and collectives do not overlap."""
 ENOUGH = 3
-"""Undisturbed executions that a time needs; an operator with fewer must be run alone."""
+"""Number of undisturbed executions from which a time is computed. An operator with fewer must be run alone."""
 
 
 def instruction_keys(module: HloModule, key_of: Callable[[Instruction], Key | None]) -> dict[str, Key]:
-    """Key of each instruction that takes time, by every name that a trace may use for it.
+    """Maps names of instructions in a trace to the keys of the instructions.
 
-    These are the instruction's own name and, for an async start, the name of the wrapped instruction.
+    The map contains the names of all instructions that have a key. In a trace, an async start may have the name of the
+    instruction that it wraps, so the map contains that name, too.
     """
     keys = {}
     for computation in module.schedule:
@@ -42,7 +43,9 @@ def instruction_keys(module: HloModule, key_of: Callable[[Instruction], Key | No
 def timings(
     gpus: Sequence[Sequence[Execution]], module: HloModule, key_of: Callable[[Instruction], Key | None]
 ) -> tuple[dict[Key, Timing], float]:
-    """Returns times alone of the keys with ENOUGH undisturbed executions, and the idle time between two executions.
+    """Returns the time of each key from its undisturbed executions, and the median idle time between two kernels.
+
+    A key with fewer than ENOUGH undisturbed executions has no time.
 
     Args:
       gpus: executions by GPU, see `executions.of_trace`.
@@ -60,7 +63,7 @@ def timings(
 
 
 def _by_instruction(gpus: Sequence[Sequence[Execution]]) -> dict[str, list[list[Execution]]]:
-    """Executions by instruction and GPU."""
+    """The executions of each instruction, by its name, as one list for each GPU."""
     found: dict[str, list[list[Execution]]] = {}
     for number, of_gpu in enumerate(gpus):
         for execution in of_gpu:
@@ -69,7 +72,10 @@ def _by_instruction(gpus: Sequence[Sequence[Execution]]) -> dict[str, list[list[
 
 
 def _samples(of_gpus: list[list[Execution]], collective: bool) -> list[float]:
-    """Undisturbed times. For a collective, only those of the GPU that arrived last: the others waited for it."""
+    """Seconds of the undisturbed executions of one instruction.
+
+    Of each execution of a collective, only the time of the GPU that arrived last counts, because other GPUs waited.
+    """
     if not collective:
         return [e.seconds for of_gpu in of_gpus for e in of_gpu if e.undisturbed]
     together = zip(*of_gpus, strict=False)

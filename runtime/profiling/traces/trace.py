@@ -1,22 +1,24 @@
-"""Measures overlap in a profiler trace of GPUs: how much of the communication is hidden by compute.
+"""Measures in a profiler trace of GPUs how much of the communication is hidden by compute.
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
     report = trace.analyse(trace.load(folder), module=HloModule.from_text(compiled.as_text()))
 
 A kernel or a copy counts as communication if its HLO instruction is a collective. XLA writes the instruction into the
-event (`hlo_op`, `hlo_module`). With `module` given, the instruction's opcode decides; otherwise its name does. Two
-kinds of events name no instruction, so that the event's own name decides. The report says how much time these take:
+event (`hlo_op`, `hlo_module`). If `module` is given, the instruction's opcode decides; otherwise its name decides. Two
+kinds of events name no instruction. For these, the event's own name decides, and the report says how much time such
+communication takes:
 
-- An event of a CUDA graph carries only the command buffer's name (record with `--xla_gpu_enable_command_buffer=` to
-  have no graphs). In a graph, NCCL's kernels and copies to other GPUs are communication.
-- A copy that NCCL gives to copy engines carries no name. XLA's own copies carry their instruction. So a copy without a
-  name that neither begins nor ends in the host's memory is NCCL's, including the copy of the part that stays.
+- An event of a CUDA graph carries only the command buffer's name. In a graph, NCCL's kernels and copies to other GPUs
+  are communication. (A trace recorded with `--xla_gpu_enable_command_buffer=` has no graphs.)
+- A copy that NCCL gives to copy engines carries no name, but XLA's own copies carry their instruction. So a copy
+  without a name is NCCL's, unless it begins or ends in the host's memory. NCCL also copies the part of the data that
+  stays on the GPU; this copy counts as communication, too.
 
 Everything else is compute, including local copies on any engine.
 
-Hidden means: compute runs on the same GPU at that moment. It does not say how much the two slow each other down;
-compare whole steps for that.
+Communication is hidden while compute runs on the same GPU. This does not say how much communication and compute slow
+each other down. To find that out, compare the times of whole steps.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ _COPY_OF_HOST = re.compile("Memcpy(H2|.2H)")
 _COPY_INSIDE = "MemcpyD2D"
 
 Interval = tuple[float, float]
-Profile = Any  # a jax.profiler.ProfileData, which to type checkers is no type
+Profile = Any  # a jax.profiler.ProfileData, which type checkers do not recognize as a type
 
 
 @dataclass(frozen=True)
 class StreamTime:
-    """One CUDA stream. Times in milliseconds."""
+    """The times of one CUDA stream, in milliseconds."""
 
     name: str
     compute_ms: float
@@ -59,7 +61,7 @@ class StreamTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """One collective of the program, over all its executions in the trace. Times in milliseconds."""
+    """The times of one collective of the program, in milliseconds, summed over all its executions in the trace."""
 
     instruction: str
     executions: int
@@ -69,17 +71,19 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """One GPU of a trace. Times in milliseconds; kernels that run at the same time count once.
+    """The times of one GPU of a trace, in milliseconds. Where kernels overlap, the common time counts once.
 
     Attributes:
-      device: name of the GPU's plane.
-      span_ms: first kernel's start to last kernel's end.
-      busy_ms: time in which anything runs.
-      hidden_ms: communication that overlaps with compute; `exposed_ms` is the rest.
-      unnamed_ms: communication that is recognised only by names of kernels and copies, since XLA named no instruction.
-      copies_ms: compute that is a copy instead of a kernel, within the GPU or from and to the host.
-      copy_engine_ms: communication that is a copy instead of a kernel.
-      collectives: per instruction, longest first.
+      device: name of the GPU's plane, which is the part of the trace with the GPU's events.
+      span_ms: time from the first kernel's start to the last kernel's end.
+      busy_ms: time in which any kernel or copy runs.
+      compute_ms, communication_ms: time in which compute runs, and time in which communication runs.
+      hidden_ms: time of communication that overlaps with compute; `exposed_ms` is the rest of communication.
+      unnamed_ms: time of communication whose instruction the trace does not name. Only the names of its kernels and
+        copies show that it is communication.
+      copies_ms: time of compute that is a copy instead of a kernel, within the GPU or from or to the host.
+      copy_engine_ms: time of communication that is a copy instead of a kernel.
+      collectives: the times of each collective, longest first.
     """
 
     device: str
@@ -100,7 +104,7 @@ class TraceReport:
 
     @property
     def idle_ms(self) -> float:
-        """Time in which nothing runs; the compute lane is idle for `exposed_ms` longer."""
+        """Time in which the GPU runs nothing. Compute is idle for this time and for `exposed_ms`."""
         return self.span_ms - self.busy_ms
 
     @property
@@ -114,7 +118,7 @@ class _Kernel:
     start: float
     end: float
     stream: str
-    instruction: str  # empty: unknown
+    instruction: str  # empty if the event names no instruction
     is_communication: bool
     is_copy: bool
 
@@ -123,7 +127,7 @@ def find(path: str | Path) -> Path:
     """Returns `path` if it is a file, or the newest `.xplane.pb` file under a folder of `jax.profiler.trace`.
 
     Raises:
-      DhelixError: there is none.
+      DhelixError: there is no such file.
     """
     path = Path(path)
     if path.is_dir():
@@ -138,10 +142,10 @@ def find(path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> Profile:
-    """Reads the trace that `find` finds.
+    """Reads the trace file that `find` returns for `path`.
 
     Raises:
-      DhelixError: there is no file, or it is not a trace.
+      DhelixError: there is no such file, or it is not a trace.
     """
     path = find(path)
     try:
@@ -166,13 +170,14 @@ def analyse(
 
     Args:
       profile: see `load`.
-      module: the compiled module; its opcodes then decide what a collective is. Kernels of other modules are left out,
-        as with `module_name`.
-      module_name: counts only kernels of this module, and kernels without a module name.
+      module: the compiled module. If it is given, its opcodes decide which instructions are collectives, and kernels of
+        other modules are left out.
+      module_name: name of a module. If it is given, only kernels of this module and kernels without a module name
+        count.
       device: name of a plane; default: the first GPU.
 
     Raises:
-      DhelixError: the trace has no such GPU, or no kernels of that module on it.
+      DhelixError: the trace has no such GPU, or has no kernels of that module on the GPU.
     """
     names = devices(profile)
     device = device or (names[0] if names else None)
@@ -195,7 +200,7 @@ def analyse(
 
 
 def collective_instructions(module: HloModule) -> frozenset[str]:
-    """Names of the instructions that communicate: collectives, and fusions and async starts around them."""
+    """Names of the instructions that communicate: collectives, and the fusions and async starts that wrap them."""
     return frozenset(
         instruction.name
         for computation in module.computations
@@ -221,7 +226,10 @@ def _kernel(event: Any, stream: str, communication: frozenset[str] | None, wante
 
 
 def _looks_like_communication(event_name: str, in_graph: bool) -> bool:
-    """For an event that names no instruction. In a graph, a copy inside one GPU may be XLA's own."""
+    """Whether an event that names no instruction is communication, by its name.
+
+    In a CUDA graph, a copy inside one GPU counts as compute, because it may be a copy of XLA.
+    """
     if not _COPY.match(event_name):
         return bool(_COLLECTIVE_KERNEL.search(event_name))
     return not _COPY_OF_HOST.match(event_name) and not (in_graph and event_name == _COPY_INSIDE)
@@ -265,7 +273,7 @@ def _report(device: str, kernels: Sequence[_Kernel]) -> TraceReport:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in order; intervals that touch become one."""
+    """The union of the intervals, as disjoint intervals in order. Intervals that touch become one interval."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:

@@ -1,11 +1,11 @@
-"""Reads the compiled programs in a profiler trace. XLA stores all programs whose kernels may be in the trace.
+"""Reads the compiled programs in a profiler trace. XLA stores every program whose kernels may be in the trace.
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
     (module,) = traced_modules.load(folder)              # as it ran, with its schedule
 
-The programs are in a plane without times, `/host:metadata`, as metadata of events that never happen. So
-`jax.profiler.ProfileData` does not show them. This module reads the following fields of the file
+The programs are in a plane without times, `/host:metadata`. There, each program is metadata of an event that never
+happens. So `jax.profiler.ProfileData` does not show the programs. This module reads the following fields of the file
 (tsl/profiler/protobuf/xplane.proto):
 
     XSpace          planes 1
@@ -34,13 +34,13 @@ _VALUE = 2  # field number of the value in a map's entry
 
 
 def load(path: str | Path) -> list[HloModule]:
-    """Returns the scheduled modules of a trace, each program once.
+    """Returns the scheduled modules in a trace, without duplicates.
 
     Args:
       path: see `trace.load`.
 
     Raises:
-      DhelixError: there is no trace, it cannot be read, or it contains no module.
+      DhelixError: there is no trace, the trace cannot be read, or it contains no scheduled module.
     """
     file = trace.find(path)
     try:
@@ -55,7 +55,7 @@ def load(path: str | Path) -> list[HloModule]:
 
 
 def _modules(plane: dict[int, list[Any]]) -> list[bytes]:
-    """Serialized modules, in the order of the file."""
+    """The serialized modules in a plane, in the order of the file."""
     names = [_fields(_fields(entry)[_VALUE][0]) for entry in plane[5]]
     numbers = {stat[1][0] for stat in names if stat[2] == [_STAT]}
     events = [_fields(_fields(entry)[_VALUE][0]) for entry in plane[4]]
@@ -64,7 +64,7 @@ def _modules(plane: dict[int, list[Any]]) -> list[bytes]:
 
 
 def _fields(message: bytes) -> dict[int, list[Any]]:
-    """Values of a serialized message by field number: numbers, or bytes."""
+    """The values of a serialized message by field number. Each value is a number or bytes."""
     found: dict[int, list[Any]] = defaultdict(list)
     for field in UnknownFieldSet(Empty.FromString(message)):
         found[field.field_number].append(field.data)

@@ -1,5 +1,5 @@
-"""Replaces collectives next to matrix products by collective matmuls in a step.
+"""Replaces collectives next to matrix products in a step by collective matmuls.
 
-jax_forms.py    the passes that do this, with programs that JAX lowers
-weighing.py     decides which sites a step with two strands should not replace
+jax_forms.py    makes the passes that replace them, with programs that JAX lowers
+weighing.py     decides which collectives stay in a step with two strands
 """

@@ -1,19 +1,21 @@
-"""Puts collective matmuls into programs that do not ask for them: the JAX side of the pass.
+"""Lowers the collective matmuls that a pass puts into a program.
 
     lowered = jax.jit(step).lower(...)
     passes = collective_matmul_passes(jax_compat.devices(lowered), "auto")     for a PassManager, before other passes
 
-The pass finds sites in HLO; this module makes the program of a site. `JaxForms` lowers a form of
-`runtime/collective_matmul` under a `shard_map`, over a mesh in which the site's device groups are one axis:
+The pass `CollectiveMatmul` finds sites in HLO. A site is a collective with the matrix product next to it. This module
+makes the program that replaces a site. A form is a way to compute a collective matmul, such as a ring. `JaxForms`
+lowers a form of `runtime/collective_matmul` under a `shard_map`, over a mesh in which the site's device groups are one
+axis:
 
     groups {0,2} {1,3} {4,6} {5,7}   ->   mesh (outside 2, axis 2, inside 2)   ->   HLO of one device
 
-Device numbers in that HLO are therefore those of the surrounding program, and nothing must be renumbered. This holds
-for the pairs of a ring and for the peers that a Mosaic-GPU kernel (a custom call that contains the kernel) computes.
+So the HLO has the device numbers of the surrounding program, and no device must be renumbered. This holds for the pairs
+of a ring. It also holds for the peers that a Mosaic-GPU kernel (a custom call that contains the kernel) computes.
 
-Programs are cached for the life of the process, so equal layers share one. Making a program takes some ten
-milliseconds, with a kernel about a second. All of it may run inside the compiler, because the PRE_SCHEDULER hook calls
-passes.
+Programs are cached for the life of the process, so equal layers share one program. It takes much longer to make a
+program with a kernel than without one. Programs may be made during a compilation, because XLA calls the passes through
+the PRE_SCHEDULER hook.
 """
 
 from __future__ import annotations
@@ -64,22 +66,24 @@ def collective_matmul_passes(
     options: Mapping[str, Any] | None = None,
     paired: tuple[Placed, ...] = (),
 ) -> tuple[Pass, ...]:
-    """The passes that put collective matmuls into a program, in order; none for form "off" or a single device.
+    """Returns the passes that put collective matmuls into a program, in order.
 
-    Each must run before the other passes of its stage. Those at PRE_SCHEDULER change collectives. Those at
-    POST_SCHEDULER make orders, which respect the control dependencies that ExclusiveKernels, the last pass, adds. Every
-    program whose Mosaic-GPU kernels wait for peers needs ExclusiveKernels, even if the user's own code calls them.
+    The result is empty for form "off" or a single device. Each of these passes must run before the other passes of its
+    stage. At PRE_SCHEDULER, other passes change the collectives that `CollectiveMatmul` looks for. At POST_SCHEDULER,
+    other passes order operators, and must respect the control dependencies that ExclusiveKernels adds. Every program
+    whose Mosaic-GPU kernels wait for peers needs ExclusiveKernels, even if the user's own code calls the kernels.
 
     Args:
       devices: the devices that the program is lowered for, in the order of its partitions.
       form: "auto" for the fastest measured form on these devices, "off", or a form for all sites that can have it.
       stage: stage of the pass that replaces sites. LOWERED works on any backend, for collectives under shard_map.
-      options: XLA options of the program in addition to XLA_FLAGS. Kernels need a program whose CUDA graphs contain no
-        custom calls.
-      paired: sites with these patterns and places stay collectives (`runtime/step/collective_matmuls/weighing.py`).
+      options: XLA options of the program in addition to XLA_FLAGS. They decide whether kernels are possible, because
+        kernels need a program whose CUDA graphs contain no custom calls.
+      paired: patterns and places of sites that keep their collectives
+        (`runtime/step/collective_matmuls/weighing.py`).
 
     Raises:
-      DhelixError: there is no such form.
+      DhelixError: `form` is unknown.
     """
     if not isinstance(form, (str, Form)):
         raise DhelixError(f'{form!r} is not a form of collective matmuls: use "auto", "off", a name or key, or a Form')
@@ -99,7 +103,10 @@ def collective_matmul_passes(
 
 
 def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
-    """Logs why no site of a program can have any form, or any kernel. The report says it for single sites."""
+    """Logs why no site of a program can have a form, or why none can have a kernel.
+
+    The report gives the reasons for single sites.
+    """
     if times is None:
         reason = (
             f"nothing was measured on {kind}, so collectives next to matrix products stay unchanged; run `dhelix "
@@ -121,7 +128,7 @@ def _say(reason: str) -> None:
 
 
 def times_on(kind: str) -> Times | None:
-    """Measured times on GPUs of this kind, over the link of this process; None if there are none."""
+    """Returns the measured times of forms on GPUs of this kind and over this process's link; None if there are none."""
     try:
         return collective_matmul_times.find(gpu_name(kind), link_of(os.environ))
     except DhelixError as error:  # a file that the user did not name must not stop a job
@@ -135,11 +142,12 @@ class JaxForms:
 
     Attributes:
       form: "auto", or the form for all sites that can have it; "hybrid" leaves the number of chunks open.
-      times: measured times, which "auto" chooses by; None: with "auto", all sites stay.
+      times: measured times, by which "auto" chooses forms. None: with "auto", all collectives stay.
       graphs: whether custom calls become part of CUDA graphs.
       devices: devices of the program, in the order of its partitions.
-      paired: patterns and places whose sites stay, for example because the other strand's compute hides them.
-      sources: digest of the source files that make the forms, because a compiled program depends on them.
+      paired: patterns and places of sites whose collectives stay. For example, the other strand's compute hides them.
+      sources: digest of the source files that make the forms. It is part of the pass's fingerprint, because a compiled
+        program depends on these files.
     """
 
     form: str | Form
@@ -154,7 +162,10 @@ class JaxForms:
         object.__setattr__(self, "_devices", tuple(devices))
 
     def choose(self, placed: Placed) -> Form:
-        """The form of these sites. Raises DhelixError if they stay collectives, or cannot have the requested form."""
+        """Returns the form for sites with this pattern and place.
+
+        Raises DhelixError if their collectives stay, or if the sites cannot have the requested form.
+        """
         if placed in self.paired:
             raise DhelixError(PAIRED if placed.co_executed else ALONE)
         pattern = placed.pattern
@@ -167,7 +178,7 @@ class JaxForms:
             return requested(self.form, place, self.graphs) or MONOLITHIC
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:
-        """The HLO of one device. Raises DhelixError if JAX cannot lower the form."""
+        """Returns the HLO of one device for a form. Raises DhelixError if JAX cannot lower the form."""
         try:
             return _program(self._mesh(pattern), pattern, form)
         except Exception as error:  # a form that does not lower must not end a compilation
@@ -211,7 +222,10 @@ def _gathering(pattern: Pattern, form: Form, x: jax.Array, *weights: jax.Array) 
 
 
 def _reducing(pattern: Pattern, form: Form, *operands: jax.Array) -> list[jax.Array]:
-    """The products of a sum as one product, with operands joined along the contraction."""
+    """Computes a sum of products with its collective.
+
+    The operands of the products are joined along the contraction, so the sum is one product.
+    """
     xs, weights = operands[::2], operands[1::2]
     w, axis = _side_by_side(weights, axis=1 if pattern.transposed else 0), _AXES[1]
     if pattern.site.kind == "matmul_all_reduce":
@@ -227,12 +241,15 @@ def _reducing(pattern: Pattern, form: Form, *operands: jax.Array) -> list[jax.Ar
 
 
 def _side_by_side(weights: Sequence[jax.Array], axis: int) -> jax.Array:
-    """Joins weights. Without the barrier XLA would join them again for each use."""
+    """Joins weights along an axis. Without the barrier, XLA would join them again for each use."""
     return weights[0] if len(weights) == 1 else lax.optimization_barrier(joined(weights, axis=axis))
 
 
 def operand_shapes(pattern: Pattern) -> list[tuple[int, ...]]:
-    """Shapes on one device of x and w of each product, in turn. For an all-gather: x once, then each w."""
+    """Returns the shapes of the operands on one device: x and w of each product, in turn.
+
+    For an all-gather, the products share x, so the result is the shape of x once, then the shape of each w.
+    """
     gathers = pattern.site.kind == "all_gather_matmul"
     rows = pattern.site.rows // pattern.batch // (pattern.site.axis_size if gathers else 1)
     shapes: list[tuple[int, ...]] = []

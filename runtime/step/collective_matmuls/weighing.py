@@ -1,14 +1,17 @@
-"""Decides, before compilation, which sites of a step with two strands stay collectives.
+"""Decides, before compilation, at which sites of a step with two strands the collectives stay.
+
+A site is a collective with the matrix product next to it. A collective matmul may replace it.
 
     step -> LOWERED passes: two strands -> XLA up to its schedule, all collectives in place
          -> predict the step with collective matmuls at some sites, at others, or at none
          -> XLA up to its schedule with the chosen sites: predict again; choose none if that is no faster
 
-A collective matmul replaces its collective before scheduling (PRE_SCHEDULER). The cost of that collective next to the
-other strand's compute is only known for a scheduled program. The program is therefore scheduled once unchanged, which
-takes about a tenth of a compilation. `passes/communication/collective_matmul/site_choice.py` weighs its sites there.
-Scheduling anew for each of some twenty choices would be more accurate, but too expensive. Only the final choice is
-scheduled again, because the copies that a form needs next to its kernel are visible only there.
+A collective matmul replaces its collective before scheduling (PRE_SCHEDULER). But only a scheduled program shows what
+the collective costs beside the other strand's compute. So the program is first scheduled with all collectives in place,
+which takes about a tenth of a compilation. `passes/communication/collective_matmul/site_choice.py` weighs the sites in
+this schedule. It would be more accurate to schedule the program anew for each of some twenty choices, but this takes
+too long. Only the final choice is scheduled again, because only this shows the copies that a form needs next to its
+kernel.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from dhelix.runtime.compiler import lowering, scheduled_only
 
 
 class Weighing:
-    """A step whose sites are weighed.
+    """Weighs the sites of one step: compares predictions of the step with and without collective matmuls.
 
     Args:
       lowered: the lowered step before any pass.
-      passes: makes the step's passes, given the patterns and places whose sites stay.
+      passes: function that makes the step's passes from the patterns and places of sites whose collectives stay.
       model: measured costs.
-      order: the search for orders that the passes use.
+      order: the function with which the step's passes search for an order.
       memory_limit, max_in_flight: limits of the order.
     """
 
@@ -55,7 +58,7 @@ class Weighing:
         self._limits = memory_limit, max_in_flight
 
     def weighed(self) -> Weighed | None:
-        """Weighs the sites; None if there is nothing to decide, or the step has no schedule to decide by."""
+        """Returns the decision; None if the step has no sites, or XLA makes no schedule from which to decide."""
         trial = self._trial()
         if trial is None or not trial.placed:
             return None
@@ -66,7 +69,10 @@ class Weighing:
         return found
 
     def _trial(self) -> Trial | None:
-        """The step in XLA's order with all collectives in place; None if it has no strands, no pass, or no schedule."""
+        """The step in XLA's order, with all collectives in place.
+
+        None if the step has no strands, no collective-matmul pass, or no schedule.
+        """
         source, manager = lowering.hlo_bytes(self._lowered), self._passes(())
         if manager.runs_at(Stage.LOWERED):
             changed, _ = manager.run(Stage.LOWERED, source)
@@ -95,7 +101,7 @@ class Weighing:
 
 
 def predicted(lowered: jax.stages.Lowered, manager: PassManager, model: CostModel) -> float:
-    """Predicted seconds of a step with these passes; infinite if XLA makes no schedule of it."""
+    """Predicts the seconds that a step takes with these passes. Infinite if XLA makes no schedule of the step."""
     source = lowering.hlo_bytes(lowered)
     if manager.runs_at(Stage.LOWERED):
         source = manager.run(Stage.LOWERED, source)[0] or source

@@ -1,10 +1,12 @@
-"""Arguments that `jax.jit` does not take unchanged: objects of Flax NNX, modules of Equinox.
+"""Supports arguments that `jax.jit` does not accept unchanged: objects of Flax NNX, and modules of Equinox.
 
-    front_choice.py     chooses the front for a call; reports captured objects
-    nnx_front.py        a step of NNX objects, by `nnx.jit`
-    fixed_leaves.py     a step of arguments with leaves that are not arrays, as `eqx.filter_jit` runs it
-    gradients.py        `dhelix.value_and_grad` for both
+A front turns such arguments into arrays for an inner step.
+
+    front_choice.py     chooses the front for a call, and reports captured objects
+    nnx_front.py        the front for NNX objects; it uses `nnx.jit`
+    fixed_leaves.py     the front for arguments with leaves that are not arrays; it works like `eqx.filter_jit`
+    gradients.py        `dhelix.value_and_grad` for both kinds of arguments
     nnx_gradients.py    the loop over micro-batches of a loss that changes NNX objects
 
-Nothing here imports Flax or Equinox: a program that passes their objects has imported them.
+These modules do not import Flax or Equinox. A program that passes objects of a framework has already imported it.
 """

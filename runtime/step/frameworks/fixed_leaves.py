@@ -1,11 +1,12 @@
-"""Arguments with leaves that are not arrays, such as functions, names and flags in modules of Equinox.
+"""Runs a step on arguments with leaves that are not arrays, such as functions, names and flags in Equinox modules.
 
-Such leaves are part of the program, as with `eqx.filter_jit`. Each becomes a `Fixed`, which JAX treats as part of the
-tree's structure. Another value gives another structure, and so another program. Arrays are not affected: positions of
-arguments stay, and with them donation and shardings.
+Such leaves are part of the program, as in `eqx.filter_jit`. Each of them becomes a `Fixed`, which JAX treats as part of
+the tree's structure. Another value of the leaf gives another structure, and so another program. Arrays stay where they
+are among the arguments, so options for donation and shardings stay valid.
 
-A call uses this front only if `jax.jit` would refuse it, or if an Equinox module has a Python number among its leaves.
-Methods of such a module ask for the number's value, as for `eqx.nn.Dropout.inference`.
+A call uses this front in two cases only: `jax.jit` would refuse the call, or an Equinox module has a Python number
+among its leaves. Methods of such a module may need the number's value while they are traced, as for
+`eqx.nn.Dropout.inference`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from dhelix.passes.framework.manager import say_once
 
 _NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_MANY = 8  # programs of one step that differ only in Fixed leaves; then a warning
+_MANY = 8  # number of argument structures of one step at which a warning is logged
 
 
 @jax.tree_util.register_static
 class Fixed:
-    """A leaf that is part of the program. Equal to another if type and value are equal."""
+    """A leaf that is part of the program. Two `Fixed` are equal if the types and values of their leaves are equal."""
 
     def __init__(self, value: Any):
         self.value = value
-        sign = str(value) if isinstance(value, float | complex) else ""  # -0.0 == 0.0, but the programs differ
+        sign = str(value) if isinstance(value, float | complex) else ""  # tells -0.0 from 0.0, whose programs differ
         self._key = type(value), sign
         self._hash = hash((self._key, value))
 
@@ -49,17 +50,17 @@ class Fixed:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array or only describes one (`jax.ShapeDtypeStruct`). Python numbers are not arrays."""
+    """Whether `leaf` is an array, or describes an array (`jax.ShapeDtypeStruct`). Python numbers are not arrays."""
     return isinstance(leaf, _ARRAYS) or (not isinstance(leaf, _NUMBERS) and _has_type(leaf))
 
 
 def fixed(tree: Any) -> Any:
-    """Wraps leaves that are not arrays in `Fixed`. Unhashable leaves stay, and JAX rejects them by name."""
+    """Wraps leaves that are not arrays in `Fixed`. Unhashable leaves stay as they are; JAX rejects them by name."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else _fixed(leaf), tree)
 
 
 def free(tree: Any) -> Any:
-    """The inverse of `fixed`."""
+    """Replaces each `Fixed` in a tree by its value. This is the inverse of `fixed`."""
     return jax.tree.map(lambda x: x.value if isinstance(x, Fixed) else x, tree, is_leaf=lambda x: isinstance(x, Fixed))
 
 
@@ -80,7 +81,7 @@ def equinox_modules(tree: Any) -> list[Any]:
 
 
 class FixedLeavesJit:
-    """`jax.jit` for functions that get trees made by `fixed`. Their results pass through `fixed`, too."""
+    """Jits functions with `jax.jit`. The arguments are trees made by `fixed`; results pass through `fixed`, too."""
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
         @functools.wraps(function)
@@ -94,7 +95,7 @@ class FixedLeavesJit:
 
 
 class FixedLeavesFront:
-    """Runs a step on arguments that have leaves to fix."""
+    """Runs a step on arguments with leaves that are not arrays."""
 
     def __init__(self, step: Any):
         self._name = step.__name__
@@ -102,7 +103,7 @@ class FixedLeavesFront:
         self._structures: set[Any] = set()
 
     def run(self, method: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
-        """Calls `method` of the inner step. Returns results as the user's function does, without `Fixed`."""
+        """Calls `method` of the inner step on fixed arguments. Returns the results without `Fixed`."""
         args, kwargs = self._fixed(args, kwargs)
         self._count(args, kwargs)
         return free(getattr(self.inner, method)(*args, **kwargs, **options))
@@ -112,13 +113,13 @@ class FixedLeavesFront:
         self.inner.clear_cache()
 
     def _fixed(self, args: Any, kwargs: Any) -> Any:
-        """Fixes all arguments except static ones."""
+        """Applies `fixed` to all arguments except static arguments."""
         numbers, names = self.inner.static_positions(args)
         args = tuple(arg if index in numbers else fixed(arg) for index, arg in enumerate(args))
         return args, {name: arg if name in names else fixed(arg) for name, arg in kwargs.items()}
 
     def _count(self, args: Any, kwargs: Any) -> None:
-        """Warns if calls compile again and again because a changing number is not an array."""
+        """Logs a warning if many calls have compiled new programs because of changing leaves that are not arrays."""
         if len(self._structures) >= _MANY:
             return
         self._structures.add(jax.tree.structure((args, kwargs)))
@@ -131,7 +132,10 @@ class FixedLeavesFront:
 
 
 def unwrap_filter_jit(function: Any) -> tuple[Any, dict[str, Any]] | None:
-    """The function inside `eqx.filter_jit`, and its donation as options of `jax.jit`; None for other functions."""
+    """Unwraps a result of `eqx.filter_jit`; returns None for other functions.
+
+    Returns the function inside, and the arguments that `eqx.filter_jit` donates, as options of `jax.jit`.
+    """
     wrapped = getattr(function, "__wrapped__", None)
     if not type(function).__module__.startswith("equinox.") or not hasattr(function, "donate_first") or wrapped is None:
         return None
@@ -151,7 +155,7 @@ def _fixed(leaf: Any) -> Any:
 
 
 def _has_type(leaf: Any) -> bool:
-    """Whether JAX knows the leaf's type: it is an array or number, or has a shape and dtype."""
+    """Whether JAX knows the leaf's type, because the leaf is an array or a number, or has a shape and a dtype."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return True
     try:

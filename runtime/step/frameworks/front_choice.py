@@ -1,4 +1,4 @@
-"""Chooses the front for a call of a step, and explains errors about objects that a step captures."""
+"""Chooses the front for a call of a step, and explains errors about NNX objects that a step captures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Front = NnxFront | FixedLeavesFront
 
 
 def kind_of(function: Callable[..., Any], arguments: Any) -> type[Front] | None:
-    """The front for these arguments, without static ones; None if `jax.jit` takes them unchanged.
+    """Returns the class of the front for these arguments; None if `jax.jit` accepts them unchanged.
 
-    A function that is already jitted by `jax.jit` has no front: `jax.jit` decides how to treat objects.
+    `arguments` does not contain static arguments. A function that is already jitted by `jax.jit` has no front, because
+    `jax.jit` then decides how to treat objects.
     """
     if jax_compat.is_jitted(function):
         return None
@@ -37,13 +38,13 @@ class Jit(Protocol):
         ...
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Returns a function of the same arrays that returns the results of `function`."""
+        """Returns a function of the same arrays as the result of `__call__`. It returns the results of `function`."""
         ...
 
 
 @contextlib.contextmanager
 def captured_objects_named(function: Callable[..., Any], name: str) -> Iterator[None]:
-    """If a step changes NNX objects that it captures, raises an error that says which ones must be arguments."""
+    """Wraps the trace of a step. If the step changes NNX objects that it captures, raises an error that names them."""
     try:
         yield
     except Exception as error:
@@ -57,7 +58,7 @@ def captured_objects_named(function: Callable[..., Any], name: str) -> Iterator[
 
 
 def _captured(function: Any) -> list[str]:
-    """Names of the NNX objects that a function uses without having them as arguments."""
+    """The names of the NNX objects that a function uses, but does not get as arguments."""
     found: list[str] = []
     while isinstance(function, functools.partial):
         values = [*enumerate(function.args), *function.keywords.items()]

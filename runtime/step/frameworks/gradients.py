@@ -1,10 +1,11 @@
-"""`dhelix.value_and_grad` of functions of framework objects.
+"""Differentiates losses whose arguments are objects of Flax NNX or Equinox, for `dhelix.value_and_grad`.
 
-Objects of Flax NNX: as with `nnx.value_and_grad`, gradients are for the variables that `nnx.DiffState` names, by
-default `nnx.Param`. Changes that the loss makes to the objects take effect (`nnx_gradients`).
+Objects of Flax NNX: `nnx.DiffState` names the variables that have gradients; the default is `nnx.Param`. Changes that
+the loss makes to the objects take effect (`nnx_gradients`). `nnx.value_and_grad` behaves in the same way.
 
-Trees with leaves that are not arrays, and modules of Equinox: as with `eqx.filter_value_and_grad`, gradients are for
-the inexact arrays, and None for everything else. `jax.value_and_grad` would raise.
+Modules of Equinox, and other trees with leaves that are not arrays: inexact arrays have gradients, and the gradient of
+every other leaf is None. `eqx.filter_value_and_grad` behaves in the same way; `jax.value_and_grad` would raise an
+error.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from dhelix.runtime.step.microbatches.batch_split import indices
 
 
 class Differentiate(Protocol):
-    """`value_and_grad` of a function of arrays, or a loop over micro-batches that replaces it."""
+    """The type of a function that differentiates a loss of arrays, at once or in a loop over micro-batches."""
 
     def __call__(self, loss_fn: Callable[..., Any], carried: Any = None) -> Callable[..., Any]:
         """
         Args:
-          loss_fn: `loss_fn(*args, **kwargs)`, which returns `(loss, aux)`. If `carried` is given, it also takes the
-            keyword `carried`, and `aux` is a pair `(carried, aux)`.
-          carried: loop-carried value for the first micro-batch. Each later micro-batch gets the value that the one
-            before it returned.
+          loss_fn: function of arrays; `loss_fn(*args, **kwargs)` returns `(loss, aux)`. If `carried` is given, it also
+            takes the keyword `carried`, and its `aux` is a pair `(carried, aux)`.
+          carried: loop-carried value for the first micro-batch. Each later micro-batch gets the `carried` that the
+            previous micro-batch returned.
 
         Returns:
           A function that returns `((loss, aux), gradients)`. If `carried` is given, `aux` is a pair whose first part
-          is the value that the last micro-batch returned.
+          is the `carried` that the last micro-batch returned.
         """
         ...
 
 
 def numbers_of(argnums: Any) -> Any:
-    """`argnums` with each `nnx.DiffState` replaced by its position."""
+    """Returns `argnums` with each `nnx.DiffState` replaced by its position."""
     if isinstance(argnums, Sequence):
         return tuple(map(numbers_of, argnums))
     nnx = nnx_front.loaded()
@@ -49,7 +50,7 @@ def numbers_of(argnums: Any) -> Any:
 def of_objects(
     loss_fn: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any
 ) -> NnxGradients | FilteredGradients | None:
-    """Differentiates functions of these arguments; None if `jax.value_and_grad` can do it."""
+    """Returns an object that differentiates a loss of these arguments; None if `jax.value_and_grad` can do it."""
     if nnx_front.has_objects((args, kwargs)):
         return NnxGradients(loss_fn, argnums, has_aux)
     numbers = indices(argnums)
@@ -60,7 +61,7 @@ def of_objects(
 
 
 class FilteredGradients:
-    """`eqx.filter_value_and_grad` by all differentiated arguments."""
+    """Differentiates a loss as `eqx.filter_value_and_grad` does, but with respect to one or several arguments."""
 
     def __init__(self, loss_fn: Callable[..., Any], numbers: tuple[int, ...], has_aux: bool):
         self._loss_fn = loss_fn
@@ -68,7 +69,7 @@ class FilteredGradients:
         self._has_aux = has_aux
 
     def run(self, differentiate: Differentiate, splits: bool, args: Any, kwargs: Any) -> Any:
-        del splits  # the same with and without micro-batches
+        del splits  # `differentiate` handles micro-batches
         numbers = {number % len(args) for number in self._numbers}
         taken = [i in numbers or fixed_leaves.has_fixed_leaves(arg) for i, arg in enumerate(args)]
         differentiated = [
@@ -91,7 +92,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def _filled(some: Any, tree: Any) -> Any:
-    """`tree`, with its leaves replaced by those of `some` that are not None."""
+    """The leaves of `some`, with each None replaced by the leaf of `tree` in its place."""
     return jax.tree.map(lambda x, leaf: leaf if x is None else x, some, tree, is_leaf=lambda x: x is None)
 
 

@@ -1,9 +1,9 @@
-"""A step that takes objects of Flax NNX and changes them in place.
+"""Runs a step that takes objects of Flax NNX and changes them in place.
 
-`nnx.jit` extracts the arrays from the objects, lets `jax.jit` run a pure function of them, and writes the results back
-into the same objects. It handles aliases, changes of the graph and static attributes. This front lets `nnx.jit` do all
-of that, but replaces the jitted function by an `InterleavedStep` of the pure function. The semantics are therefore
-those of `nnx.jit`, in all its modes (`nnx.set_graph_mode`, `nnx.cached_partial`, `nnx.StateSharding`).
+`nnx.jit` takes the arrays out of the objects, lets `jax.jit` run a pure function of the arrays, and writes the results
+back into the same objects. It handles aliases, changes of the graph, and static attributes. This front lets `nnx.jit`
+do all this work, but replaces the jitted function by an `InterleavedStep` of the pure function. So the step has the
+semantics of `nnx.jit`, in all its modes (`nnx.set_graph_mode`, `nnx.cached_partial`, `nnx.StateSharding`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dhelix.passes import jax_compat
 
 
 def loaded() -> Any:
-    """The module `flax.nnx` if the program has imported it, else None."""
+    """Returns the module `flax.nnx` if the program has imported it, else None."""
     return sys.modules.get("flax.nnx")
 
 
@@ -30,7 +30,7 @@ def is_object(x: Any) -> bool:
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether `tree` holds an NNX object outside of `nnx.State`, which `jax.jit` accepts as data."""
+    """Whether `tree` holds an NNX object outside of an `nnx.State`. (`jax.jit` accepts an `nnx.State` as data.)"""
     nnx = loaded()
     if nnx is None:
         return False
@@ -40,7 +40,7 @@ def has_objects(tree: Any) -> bool:
 
 
 def map_values(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`jax.tree.map` over the values of NNX variables, each in the place of its variable."""
+    """Applies `function` to all leaves, like `jax.tree.map`. In the result, values stand in place of NNX variables."""
     nnx = loaded()
     if nnx is None:
         return jax.tree.map(function, tree)
@@ -57,13 +57,13 @@ def is_nnx_jitted(function: Any) -> bool:
 
 
 def has_state_shardings(jit_options: dict[str, Any]) -> bool:
-    """Whether options hold shardings by variable, which only `nnx.jit` accepts."""
+    """Whether the options contain an `nnx.StateSharding`, which only `nnx.jit` accepts."""
     nnx = loaded()
     return nnx is not None and any(isinstance(x, nnx.StateSharding) for x in jax.tree.leaves(jit_options))
 
 
 class NnxJit:
-    """`nnx.jit` instead of `jax.jit`.
+    """Jits functions with `nnx.jit` instead of `jax.jit`.
 
     Attributes:
       made: the result of `nnx.jit`; None before the first call.
@@ -72,8 +72,8 @@ class NnxJit:
     made: Any = None
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        """The function of arrays that `nnx.jit` makes with `jax.jit`."""
-        compiler_options = options.pop("compiler_options", None)  # nnx.jit does not take them
+        """Returns the function of arrays that `nnx.jit` makes with `jax.jit`."""
+        compiler_options = options.pop("compiler_options", None)  # nnx.jit does not accept this option
         self.made = function if is_nnx_jitted(function) else loaded().jit(function, **options)
         if not is_nnx_jitted(self.made):
             version = sys.modules["flax"].__version__
@@ -82,13 +82,16 @@ class NnxJit:
         return jax_compat.with_compiler_options(jitted, compiler_options) if compiler_options else jitted
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """A function of the same arrays that returns only the results of `function`, not the changed objects."""
+        """Returns a function of the same arrays as the result of `__call__`.
+
+        The function returns only the results of `function`, not the changed objects.
+        """
         made = loaded().jit(function, **{k: v for k, v in options.items() if k != "compiler_options"})
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with loaded().update_context(made):
                 outputs = made.jitted_fn(*args, **kwargs)
-            return outputs[2] if len(outputs) == 3 else outputs[0]  # two outputs without set_graph_updates
+            return outputs[2] if len(outputs) == 3 else outputs[0]  # without set_graph_updates there are two outputs
 
         return run
 
@@ -102,7 +105,7 @@ class NnxFront:
         self._made = jit.made
 
     def run(self, method: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
-        """Calls `method` of the inner step on the arrays in the objects. Only `__call__` changes the objects."""
+        """Calls `method` of the inner step on the arrays in the objects. Only the method `__call__` changes objects."""
         if method in ("__call__", "lower"):
             return self._as_nnx_does(method, self.inner, args, kwargs)
         if method in ("eval_shape", "trace"):
@@ -123,14 +126,17 @@ class NnxFront:
 
 
 class _Lowers:
-    """Stands in for a jitted function, when only its `lower` is called."""
+    """Takes the place of a jitted function of which only the method `lower` is called."""
 
     def __init__(self, lower: Callable[..., Any]):
         self.lower = lower
 
 
 class _InPlaceOf:
-    """A result of `nnx.jit` with another jitted function. Equal to the original, because NNX finds contexts by it."""
+    """A result of `nnx.jit` with another jitted function inside.
+
+    It is equal to the original, because NNX finds its contexts by the original.
+    """
 
     def __init__(self, original: Any, jitted: Any):
         self._original = original

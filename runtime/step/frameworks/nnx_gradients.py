@@ -1,15 +1,19 @@
-"""The loop over micro-batches of a loss that takes objects of Flax NNX and may change them.
+"""Differentiates, in a loop over micro-batches, a loss that takes objects of Flax NNX and may change them.
 
 What happens to the objects:
 1. If the loss gives a variable a new value of the same shape and type (running statistics, counts of random streams),
-   the variable is loop-carried: it passes from one micro-batch to the next, as if each were a call of its own.
-2. A new variable, or one whose shape changes (sown intermediates), is an auxiliary output and combines as one.
-3. A differentiated variable has the same value for all micro-batches. Afterwards it has the value that the last
+   the variable is loop-carried. Its value passes from one micro-batch to the next, as if the loss were called once for
+   each micro-batch.
+2. A new variable, or a variable whose shape changes (sown intermediates), becomes an auxiliary output. It combines over
+   micro-batches like other auxiliary outputs.
+3. A differentiated variable has the same value for all micro-batches. After the loop, it has the value that the last
    micro-batch gave it. (`nnx.remat` and `nnx.scan` give all variables new, equal values.)
-4. The graph and static attributes are those after any one micro-batch.
+4. All micro-batches change the graph and static attributes in the same way. After the loop, the objects have the graph
+   and attributes of one micro-batch.
 
-NNX tracks object identity in an `nnx.update_context`: split outside of the traced loss, merge and split inside, merge
-outside. Variables are numbered in the order in which NNX walks the graph of all arguments.
+NNX tracks the identity of objects in an `nnx.update_context`. This module splits the objects outside of the traced
+loss, merges and splits them inside of it, and merges them outside again. Variables are numbered in the order in which
+NNX walks the graph of all arguments.
 """
 
 from __future__ import annotations
@@ -29,13 +33,17 @@ _TAG = "dhelix.value_and_grad"
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Kept:
-    """Stands for the value of the arguments' variable with this number."""
+    """Takes the place of a variable's value in the loss's results, if the variable did not change or is loop-carried.
+
+    Attributes:
+      number: the number of the variable.
+    """
 
     number: int
 
 
 class _Object(NamedTuple):
-    """An object after the loss: its graph, and for each of its variables a new value or a `_Kept`."""
+    """An object after the loss: the object's graph, and a new value or a `_Kept` for each of its variables."""
 
     graph: Any
     values: list[Any]
@@ -45,8 +53,9 @@ class _Argument:
     """An argument of the loss, split into graphs and arrays.
 
     Attributes:
-      differentiable: the value that a function of arrays gets instead. An object among its leaves is replaced by its
-        state to differentiate. None for an argument that holds objects and is not differentiated.
+      differentiable: the value that the loss as a function of arrays (`_Loss`) gets for this argument. In this value,
+        each object is replaced by its state to differentiate. None for an argument that holds objects and is not
+        differentiated.
     """
 
     def __init__(self, context: Any, value: Any, wrt: Any):
@@ -54,7 +63,7 @@ class _Argument:
         Args:
           context: an `nnx.SplitContext`.
           value: the argument.
-          wrt: filter of the variables to differentiate by; None for none.
+          wrt: filter of the variables to differentiate by; None if the argument is not differentiated.
         """
         leaves, self._treedef = jax.tree.flatten(value, is_leaf=nnx_front.is_object)
         self._graphs = [None] * len(leaves)
@@ -68,7 +77,7 @@ class _Argument:
         self.differentiable = self._treedef.unflatten(leaves) if self._closed is None else None
 
     def merged(self, context: Any, differentiable: Any) -> Any:
-        """Rebuilds the argument with new objects, in an `nnx.MergeContext`."""
+        """Rebuilds the argument with new objects. `context` is an `nnx.MergeContext`."""
         leaves = self._treedef.flatten_up_to(differentiable) if self._closed is None else self._closed
         merged = [
             leaf if graph is None else context.merge(graph, leaf, *rest)
@@ -78,7 +87,7 @@ class _Argument:
 
 
 class NnxGradients:
-    """`nnx.value_and_grad`, in a loop over micro-batches."""
+    """Differentiates a loss as `nnx.value_and_grad` does, in a loop over micro-batches if there are any."""
 
     def __init__(self, loss_fn: Callable[..., Any], argnums: Any, has_aux: bool):
         self._loss_fn = loss_fn
@@ -86,10 +95,10 @@ class NnxGradients:
         self._has_aux = has_aux
 
     def run(self, differentiate: Any, splits: bool, args: Any, kwargs: Any) -> Any:
-        """Differentiates the loss, in a loop over micro-batches if `splits`.
+        """Returns the value and the gradients of the loss.
 
         Args:
-          differentiate: makes the loop (`gradients.Differentiate`).
+          differentiate: differentiates a function of arrays in the loop (`gradients.Differentiate`).
           splits: whether there are micro-batches.
           args, kwargs: arguments of the loss.
         """
@@ -102,7 +111,7 @@ class NnxGradients:
             variables = _variables((args, kwargs))
             values = [variable.get_raw_value() for variable in variables]
             for variable, value in zip(variables, values, strict=True):
-                variable.set_raw_value(value)  # NNX refuses captured objects here, before the merge has emptied them
+                variable.set_raw_value(value)  # makes NNX refuse captured objects before the merge empties them
             with nnx.split_context(_TAG) as context:
                 arguments = [_Argument(context, arg, wrt.get(i)) for i, arg in enumerate(args)]
                 objects = {name for name, arg in kwargs.items() if nnx_front.has_objects(arg)}
@@ -120,14 +129,14 @@ class NnxGradients:
         return (value, aux) if self._has_aux else value, gradients
 
     def _wrt(self, count: int) -> dict[int, Any]:
-        """The filters of the variables to differentiate by, by argument position."""
+        """Maps the position of each differentiated argument to the filter of its differentiated variables."""
         nnx = nnx_front.loaded()
         argnums = self._argnums if isinstance(self._argnums, Sequence) else (self._argnums,)
         given = [x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, nnx.Param) for x in argnums]
         return {x.argnum % count: x.filter for x in given}
 
     def _differentiated(self, args: Any, wrt: dict[int, Any]) -> set[int]:
-        """The `id`s of the variables to differentiate by."""
+        """The `id`s of all differentiated variables."""
         nnx = nnx_front.loaded()
         found = set()
         for position, which in wrt.items():
@@ -140,7 +149,11 @@ class NnxGradients:
 
 
 class _Loss:
-    """The loss as a function of arrays. Its auxiliary output is (carried, all objects and outputs after the loss)."""
+    """The loss as a function of arrays.
+
+    It returns the loss and the pair (carried, outputs). `outputs` holds all arguments after the loss, with their
+    objects, and the auxiliary output of the user's loss.
+    """
 
     def __init__(
         self,
@@ -153,9 +166,10 @@ class _Loss:
         """
         Args:
           loss_fn: the user's loss.
-          has_aux: whether it returns auxiliary outputs.
-          arguments, named: positional and keyword arguments that were split.
-          differentiated: numbers of the variables that the loss is differentiated by.
+          has_aux: whether the user's loss returns auxiliary outputs.
+          arguments: all positional arguments.
+          named: the keyword arguments that hold objects.
+          differentiated: numbers of the variables by which the loss is differentiated.
         """
         self._differentiated = differentiated
         self.__name__ = getattr(loss_fn, "__name__", "loss")
@@ -166,7 +180,10 @@ class _Loss:
         self._changed: list[int] = []
 
     def changes(self, differentiable: list[Any], arrays: dict[str, Any]) -> list[int]:
-        """Numbers of the variables that the loss gives a new value of the same shape and type (rules 1 and 3)."""
+        """The numbers of the variables to which the loss gives a new value of the same shape and type.
+
+        Rules 1 and 3 of the module apply to these variables.
+        """
         jax.eval_shape(lambda: self(*differentiable, **arrays)[0])
         return self._changed
 
@@ -199,7 +216,7 @@ class _Loss:
 
 
 def _variables(tree: Any) -> list[Any]:
-    """All variables of the objects in a tree, each once, in an order that depends only on the graph."""
+    """All variables of the objects in a tree, without duplicates. Their order depends only on the graph."""
     nnx = nnx_front.loaded()
     return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
 

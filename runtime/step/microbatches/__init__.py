@@ -1,1 +1,1 @@
-"""`value_and_grad` as a loop over micro-batches, and how losses and gradients of micro-batches combine."""
+"""Implements `value_and_grad` as a loop over micro-batches, and combines the outputs of micro-batches."""

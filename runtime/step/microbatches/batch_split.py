@@ -5,13 +5,15 @@
     value_and_grad(loss, batch_argnames="x")(adapters, frozen, x=x)       named as the loss names its parameters
 
 Rules
-1. If the user names arguments, exactly these are the batch.
-2. Otherwise the batch is the one argument that holds an array with an axis, apart from arguments in `argnums` and named
-   random keys. If there are several, the user must name the batch, because frozen weights may have as many layers as
-   the batch has rows. Values that a loss function captures are never split.
-3. Axis 0 of every leaf of the batch holds its rows, and M must divide their number. Micro-batch m takes the rows m,
-   m + M, m + 2M, ... A batch that is sharded over a mesh axis stays sharded over it in every micro-batch, and no row
-   moves between devices. (Consecutive rows would put a micro-batch on a few devices.)
+1. If the user names arguments as the batch, exactly these arguments are the batch.
+2. Otherwise, the batch is the only argument that holds an array with an axis. Arguments in `argnums` and named random
+   keys do not count. If several arguments hold such arrays, the user must name the batch. Shapes do not tell which of
+   them is the batch, because frozen weights may have as many layers as the batch has rows. Values that a loss function
+   captures are never split.
+3. Axis 0 of every leaf of the batch holds the leaf's rows. M, the number of micro-batches, must divide the row count.
+   Micro-batch m takes the rows m, m + M, m + 2M, ... A batch that is sharded over a mesh axis stays sharded over this
+   axis in every micro-batch, and no row moves between devices. (With consecutive rows, each micro-batch would lie on a
+   few devices only.)
 4. The number of the micro-batch is folded into named random keys.
 5. Every micro-batch gets all other arguments unchanged.
 """
@@ -30,7 +32,7 @@ import jax.numpy as jnp
 
 from dhelix.errors import DhelixError
 
-Key = int | str  # an argument: its position, or the keyword that it is passed by
+Key = int | str  # identifies an argument of a call: its position, or its keyword
 Indices = int | Sequence[int]
 Names = str | Sequence[str]
 
@@ -41,9 +43,9 @@ class Naming:
 
     Attributes:
       function: the loss function.
-      argnums: positions to differentiate by. Negative positions count from the end, here and below.
-      batch_argnums, batch_argnames: the batch; None if not given.
-      rng_argnums, rng_argnames: random keys.
+      argnums: positions of the arguments to differentiate by. All negative positions count from the last argument.
+      batch_argnums, batch_argnames: positions and parameter names of the batch; None if not given.
+      rng_argnums, rng_argnames: positions and parameter names of random keys.
     """
 
     function: Callable[..., Any]
@@ -63,7 +65,7 @@ class Naming:
         rng_argnums: Indices,
         rng_argnames: Names,
     ) -> Naming:
-        """Normalizes the user's input. Raises DhelixError for a name that no parameter of `function` has."""
+        """Converts the user's options to tuples. Raises DhelixError for a name that no parameter of `function` has."""
         naming = cls(
             function,
             indices(argnums),
@@ -89,7 +91,7 @@ class Naming:
             )
 
     def keys(self, option: str, nums: Sequence[int], names: Sequence[str], args: Any, kwargs: Any) -> tuple[Key, ...]:
-        """The arguments of a call that these positions and names refer to."""
+        """Returns the keys of the arguments of a call to which the positions `nums` and the names `names` refer."""
         found: list[Key] = []
         for index in nums:
             if not -len(args) <= index < len(args):
@@ -103,7 +105,7 @@ class Naming:
         return tuple(dict.fromkeys(found))
 
     def _positions(self, option: str, name: str, args: Any, kwargs: Any) -> list[int]:
-        """The positions at which the parameter `name` was passed."""
+        """The positions of the arguments that a call passed for the parameter `name`."""
         places = _places(self.function, args, kwargs)
         found = [index for index, place in enumerate(places) if place == name]
         if not found:
@@ -114,7 +116,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, and which of them are the batch and the random keys."""
+    """The arguments of one call, and the keys of the arguments that are the batch and random keys."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -124,7 +126,10 @@ class Arguments:
 
     @classmethod
     def of(cls, naming: Naming, args: Any, kwargs: Any, microbatches: int) -> Arguments:
-        """Finds batch and keys in a call. Raises DhelixError if the batch is ambiguous or M does not divide it."""
+        """Finds the batch and the random keys in a call.
+
+        Raises DhelixError if it is unclear what the batch is, or the number of micro-batches does not divide its rows.
+        """
         rngs = naming.keys("rng_", naming.rng_argnums, naming.rng_argnames, args, kwargs)
         differentiated = tuple(index % len(args) for index in naming.argnums)
         if naming.batch_argnums is None and naming.batch_argnames is None:  # rule 2
@@ -142,12 +147,15 @@ class Arguments:
         return [self._get(key) for key in self.batch_keys]
 
     def split_batch(self) -> list[Any]:
-        """The batch of all micro-batches (rule 3): leaves [B, ...] -> [M, B/M, ...]."""
+        """Returns the batch split into micro-batches by rule 3: leaves [B, ...] become [M, B/M, ...]."""
         return jax.tree.map(self._split, self.batch)
 
     def with_batch(self, batch: Sequence[Any], number: jax.Array | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """All arguments, with this `batch` and, if `number` is given, the random keys of that micro-batch (rule 4)."""
-        # New containers for every trace, because Equinox's State may be used only once.
+        """Returns all arguments of the call, with `batch` in place of the call's batch.
+
+        If `number` is given, the random keys are those of the micro-batch with this number (rule 4).
+        """
+        # Every trace gets new containers, because Equinox's State may be used only once.
         args, kwargs = jax.tree.map(lambda x: x, (list(self.args), dict(self.kwargs)))
 
         def put(key: Key, value: Any) -> None:
@@ -164,7 +172,7 @@ class Arguments:
         return args, kwargs
 
     def join(self, x: jax.Array) -> jax.Array:
-        """[M, B/M, ...] -> [B, ...], the inverse of the split."""
+        """Joins the rows of all micro-batches, [M, B/M, ...] -> [B, ...]. This is the inverse of the split."""
         return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def _split(self, x: Any) -> jax.Array:
@@ -211,7 +219,7 @@ _NO_BATCH = (
 
 
 def indices(given: Indices) -> tuple[int, ...]:
-    """One index or several, in the forms that JAX accepts, as a tuple."""
+    """Returns one or several indices as a tuple. `given` has one of the forms that JAX accepts."""
     return (operator.index(given),) if is_index(given) else tuple(map(operator.index, given))  # type: ignore[arg-type]
 
 
@@ -224,7 +232,7 @@ def _names(given: Names) -> tuple[str, ...]:
 
 
 def _the_batch(naming: Naming, args: Any, kwargs: Any, taken: set[Key]) -> Key:
-    """The only argument that holds arrays with an axis and is not `taken` (rule 2)."""
+    """The key of the batch by rule 2: the only argument that holds arrays with an axis and is not in `taken`."""
     given: dict[Key, Any] = {**dict(enumerate(args)), **kwargs}
     given = {key: value for key, value in given.items() if key not in taken}
     places = _places(naming.function, args, kwargs)
@@ -306,7 +314,7 @@ def _name(key: Key, places: Sequence[Key]) -> str:
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # for example a builtin
+    except (TypeError, ValueError):  # raised for some builtins, for example
         return None
 
 

@@ -1,26 +1,29 @@
-"""How the outputs of micro-batches combine to an output of the batch: how a total starts, grows and ends, by type.
+"""Defines how the outputs of micro-batches combine to an output of the batch.
 
 | output | combination |
 |---|---|
-| loss, gradients, floating-point auxiliary outputs | by `reduce`: sum, mean, weighted mean |
-| integer auxiliary outputs | their sum, because they are counts |
-| auxiliary outputs with the batch as leading axis | joined, rows in the batch's order |
-| auxiliary outputs in a collection `batch_stats` (`nnx.BatchStat`, `eqx.nn.State`) | their mean, whatever `reduce` is |
-| integers and flags in such a collection | the value of the last micro-batch |
+| loss, gradients, floating-point auxiliary outputs | by `reduce`: sum, mean or weighted mean |
+| integer auxiliary outputs | the sum, because the outputs are counts |
+| auxiliary outputs with the batch as leading axis | joined, with the rows in the batch's order |
+| auxiliary outputs in a collection `batch_stats` (`nnx.BatchStat`, `eqx.nn.State`) | the mean, for every `reduce` |
+| integers and flags in a collection `batch_stats` | the value of the last micro-batch |
 | values under a key `_overwrite_with_gradient` (Flax's fp8 histories and scales) | the largest, element by element |
 | types with an addition of their own (Flax's `fp32_max_grad`) | the result of that addition |
 | gradients of integers (float0) | unchanged |
 
-Floating-point sums use float32 or wider, complex sums complex64 or wider. The result has the type of one micro-batch's
-output, weak or not. Sums are `unreduced` over the axes that the outputs are unreduced over.
+Floating-point sums use float32 or wider. Complex sums use complex64 or wider. The result has the type of one
+micro-batch's output, and is weakly typed if that output is. If outputs are `unreduced` over some mesh axes, their sums
+are too.
 
-Why the mean of running statistics: each micro-batch starts from the same statistics and is normalized by its own rows,
-like a device in Flax's data-parallel examples, which average the statistics of devices (`jax.lax.pmean`). The mean of
-m * old + (1 - m) * new is one update per step. The running mean is that of the whole batch. The running variance lacks
-the variance between the means of micro-batches.
+Running statistics are averaged for this reason: each micro-batch starts from the same statistics and is normalized by
+its own rows. The same holds for each device in Flax's data-parallel examples, which average the statistics of devices
+(`jax.lax.pmean`). An update of the statistics is m * old + (1 - m) * new, and the mean over micro-batches is again one
+such update. The running mean equals that of the whole batch. The running variance lacks the variance between the means
+of micro-batches.
 
-Why the largest: an amax history begins with the largest magnitude that the micro-batch saw. The rest of the history and
-the scale come from the history before the step, which is the same for all micro-batches.
+The largest fp8 values are taken for this reason: an amax history begins with the largest magnitude that the micro-batch
+saw. The rest of the history and the scale follow from the history before the step, which is the same for all
+micro-batches.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ STATISTICS = "batch_stats"
 
 
 class How(Enum):
+    """The ways in which one output combines over micro-batches."""
+
     REDUCE = "by reduce="
     ADD = "sum"
     MEAN = "mean"
@@ -73,19 +78,19 @@ class Combination:
         return self.how not in (How.JOIN, How.NONE)
 
     def start(self) -> jax.Array:
-        """The total before the first micro-batch, with the sharding and the manual axes of the output."""
+        """Returns the total before the first micro-batch. It has the sharding and the manual axes of the output."""
         if self.how is How.OWN:
             return ad.zeros_like_aval(self.like)
         zeros = ad.zeros_like_aval(self.like.update(dtype=sum_type(self.like.dtype), weak_type=False))
         return zeros - jnp.inf if self.how is How.LARGEST else zeros
 
     def add(self, total: jax.Array, value: Any, weight: jax.Array | None) -> jax.Array:
-        """Adds a micro-batch's value to the total. `weight`: its weight with reduce="weighted", else None."""
+        """Adds a micro-batch's value to the total. `weight` is its weight if reduce="weighted", else None."""
         if self.how is How.OWN:
             return ad.add_jaxvals(total, value)
         value = jnp.asarray(value).astype(total.dtype)  # an auxiliary output may be a Python number
         if weight is not None and self.how is How.REDUCE:
-            # Not just a product: a micro-batch without tokens may have a loss of 0/0.
+            # A product alone is not enough: a micro-batch without tokens may have a loss of 0/0.
             value = jnp.where(weight == 0, jnp.zeros_like(value), value * _factor(weight, value))
         if self.how is How.LAST:
             return value
@@ -96,26 +101,26 @@ class Combination:
         return total + value
 
     def finish(self, total: jax.Array, weight: jax.Array | None, count: int, reduce: str) -> jax.Array:
-        """The output of the batch. `weight`: the sum of the weights of all micro-batches."""
+        """Returns the output of the batch. `weight` is the sum of all micro-batches' weights if reduce="weighted"."""
         if self.how is How.OWN:
             return total
         if self.how is How.REDUCE and weight is not None:
-            total = total / _factor(jnp.where(weight == 0, 1, weight), total)  # without any weight, the total is zero
+            total = total / _factor(jnp.where(weight == 0, 1, weight), total)  # if all weights are 0, the total is 0
         elif self.how is How.MEAN or (self.how is How.REDUCE and reduce == "mean"):
             total = total / _factor(count, total)
         return self.typed(total)
 
     def typed(self, value: jax.Array) -> jax.Array:
-        """`value` converted to the type of the output."""
+        """Returns `value`, converted to the type of the output."""
         return jax_compat.convert_element_type(value, self.like.dtype, self.like.weak_type)
 
     def nothing(self) -> np.ndarray:
-        """An output of type float0."""
+        """Returns an output of type float0, which holds no numbers."""
         return np.zeros(self.like.shape, self.like.dtype)
 
 
 def sum_type(dtype: Any) -> Any:
-    """The type in which numbers of this type are summed."""
+    """Returns the type in which numbers of type `dtype` are summed."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.promote_types(dtype, jnp.complex64)
     if jnp.issubdtype(dtype, jnp.floating):
@@ -124,7 +129,7 @@ def sum_type(dtype: Any) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """`value` summed over unreduced axes, in a type for arithmetic; None if it is not a number."""
+    """Returns `value`, summed over its unreduced mesh axes, in the type for sums; None if `value` is not a number."""
     like = jax.typeof(value)
     if like.dtype == jax.dtypes.float0 or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return None
@@ -135,7 +140,7 @@ def comparable(value: Any) -> Any:
 
 
 def of_gradients(grads: Sequence[Any], tree: Any) -> list[Combination]:
-    """The combinations of gradients; `grads` are the abstract values of the leaves of `tree`."""
+    """Returns the combinations of gradients. `grads` holds the abstract values of the leaves of `tree`."""
     return [Combination(like, _of_gradient(like, name)) for like, name in zip(grads, collections(tree), strict=True)]
 
 
@@ -148,7 +153,7 @@ def _of_gradient(like: Any, collection: str | None) -> How:
 
 
 def of_auxiliary(one: Sequence[Any], whole: Sequence[Any], tree: Any, count: int) -> list[Combination]:
-    """The combinations of auxiliary outputs.
+    """Returns the combinations of auxiliary outputs.
 
     Args:
       one: abstract values of the outputs of one micro-batch.
@@ -157,7 +162,7 @@ def of_auxiliary(one: Sequence[Any], whole: Sequence[Any], tree: Any, count: int
       count: number of micro-batches.
 
     Raises:
-      DhelixError: an output, named in the message, cannot be combined.
+      DhelixError: an output cannot be combined. The message names the output.
     """
     names = collections(tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -170,7 +175,7 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
         if collection == OVERWRITTEN and jnp.issubdtype(one.dtype, jnp.floating):
             return How.LARGEST
         if collection == STATISTICS and not jnp.issubdtype(one.dtype, jnp.inexact):
-            return How.LAST  # each micro-batch counts from the same value
+            return How.LAST  # all micro-batches start from the same count
         if jnp.issubdtype(one.dtype, jnp.inexact):
             return How.MEAN if collection == STATISTICS else How.REDUCE
         if jnp.issubdtype(one.dtype, jnp.integer):
@@ -186,12 +191,12 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
 
 
 def collections(tree: Any) -> list[str | None]:
-    """For each leaf: OVERWRITTEN or STATISTICS if it is in that Flax collection, else None.
+    """Returns for each leaf of `tree` the Flax collection that it is in: OVERWRITTEN, STATISTICS or None.
 
-    The collection follows from a key in the leaf's path or from the type of its NNX variable. Equinox's State counts as
-    STATISTICS.
+    The collection follows from a key in the leaf's path, or from the type of its NNX variable. Equinox's State counts
+    as STATISTICS.
     """
-    nnx: Any = sys.modules.get("flax.nnx")  # imported if the tree holds its variables
+    nnx: Any = sys.modules.get("flax.nnx")  # already imported if the tree holds NNX variables
     equinox: Any = sys.modules.get("equinox")
 
     def is_variable(node: Any) -> bool:
@@ -212,7 +217,7 @@ def collections(tree: Any) -> list[str | None]:
 
 
 def _factor(number: Any, of: jax.Array) -> jax.Array:
-    """`number` as an array that `of`, which may be unreduced over some axes, can be multiplied or divided by."""
+    """Returns `number` as an array by which `of` can be multiplied or divided. `of` may be unreduced over some axes."""
     number = jnp.asarray(number, of.dtype)
     like = jax.typeof(of)
     axes = like.sharding.spec.unreduced

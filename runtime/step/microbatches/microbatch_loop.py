@@ -2,7 +2,7 @@
 
     for m in range(M):  loss, grads += jax.value_and_grad(loss_fn)(params, batch[m::M])      (lax.scan)
 
-`batch_split.py` defines what is split, `combining.py` how outputs combine.
+`batch_split.py` defines which arguments are split. `combining.py` defines how outputs combine.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Options:
     Attributes:
       loss: the loss function, a function of arrays.
       plain: `jax.value_and_grad` of `loss`.
-      naming: the roles of the arguments, by the parameters of the user's own function.
-      single: whether argnums was one number, so the gradients are those of one argument.
+      naming: the roles of the arguments (differentiated, batch, random keys).
+      single: whether argnums was one number. Then the gradients are those of one argument, without a tuple.
       has_aux, holomorphic: as in `jax.value_and_grad`.
-      reduce: None for the step's own `reduce`.
-      weights: function of the loss function's arguments, for "weighted".
+      reduce: how losses and gradients combine; None: as the step's option `reduce` says.
+      weights: for "weighted": function of the loss function's arguments that returns the weight of a micro-batch.
     """
 
     loss: Callable[..., Any]
@@ -61,11 +61,11 @@ class Loop:
         """
         Args:
           options: options of the gradient function.
-          microbatches: M.
-          reduce: used if `options.reduce` is None.
+          microbatches: the number M of micro-batches.
+          reduce: the step's option `reduce`, which is used if `options.reduce` is None.
           args, kwargs: arguments of the call, with the whole batch.
-          carried: loop-carried value, passed to the loss as keyword `carried` (`gradients.Differentiate`). This is its
-            value for the first micro-batch. None: nothing is carried.
+          carried: the loop-carried value for the first micro-batch. The loss gets the value as keyword `carried`
+            (`gradients.Differentiate`). None: nothing is carried.
         """
         self.options = options
         self.carried = carried
@@ -117,7 +117,7 @@ class Loop:
         return how.finish(total, weight, self.count, self.reduce)
 
     def _microbatch(self, xs: Any, carried: Any) -> tuple[Any, jax.Array | None, Any]:
-        """The result of one micro-batch, its weight, and `carried` for the next one."""
+        """Returns the result of one micro-batch, its weight, and the value of `carried` for the next micro-batch."""
         args, kwargs = self.arguments.with_batch(*xs)
         result, carried = self._result(args, kwargs, carried)
         return result, self._weight(args, kwargs), carried
@@ -138,7 +138,10 @@ class Loop:
         return weight
 
     def _plan(self, likes: Sequence[Any], result: Any) -> list[Combination]:
-        """The combination of each leaf of `result`: loss, auxiliary outputs, gradients; `likes` are abstract values."""
+        """Returns how each leaf of `result` combines. The leaves are loss, auxiliary outputs and gradients, in order.
+
+        `likes` holds the abstract values of the leaves.
+        """
         value, grads = result
         aux = value[1] if self.options.has_aux else ()
         count = len(jax.tree.leaves(aux))
@@ -147,7 +150,7 @@ class Loop:
         return loss + auxiliary + of_gradients(likes[1 + count :], grads)
 
     def _of_whole_batch(self) -> Sequence[Any]:
-        """Abstract values of the auxiliary outputs of the whole batch."""
+        """Abstract values of the auxiliary outputs for the whole batch."""
 
         def whole(batch: Any) -> Any:
             args, kwargs = self.arguments.with_batch(batch)

@@ -1,25 +1,28 @@
-"""`dhelix.value_and_grad`: `jax.value_and_grad`, or a loop over micro-batches inside a step that asks for them.
+"""Defines `dhelix.value_and_grad`.
+
+It is `jax.value_and_grad`, or a loop over micro-batches inside a step with micro-batches.
 
     loss, grads = dhelix.value_and_grad(loss_fn)(params, batch)
 
-Outside a `strand_interleave(microbatches=M)` step this is `jax.value_and_grad`. Inside it becomes the loop
+Outside of a `strand_interleave(microbatches=M)` step, this is `jax.value_and_grad`. Inside of such a step, it becomes
+the following loop (`microbatch_loop.py`). The passes turn the loop into two strands.
 
     for m in range(M):  loss, grads += jax.value_and_grad(loss_fn)(params, batch[m::M])      (lax.scan)
 
-which the passes turn into two strands (`microbatch_loop.py`).
-
 Rules
-1. The batch is split along axis 0 of every leaf, whose size M must divide. `batch_split.py` says what the batch is.
+1. The batch is split along axis 0 of every leaf. M must divide the size of this axis. `batch_split.py` defines which
+   arguments are the batch.
 2. Outputs have the types of `jax.value_and_grad`. Sums use float32 or wider (`combining.py`).
-3. Losses and gradients combine by `reduce`: the "mean" or "sum" of the micro-batches' values, or "weighted", the mean
-   weighted by `weights` (token counts). It must fit `loss_fn`: "mean" is wrong for a loss that divides by the number of
-   unmasked tokens if micro-batches differ in that number. `strand_interleave(verify=True)` detects this.
+3. Losses and gradients combine by `reduce`. "mean" and "sum" are the mean and the sum of the micro-batches' values.
+   "weighted" is the mean weighted by `weights` (token counts). `reduce` must fit `loss_fn`. For example, a loss may
+   divide by the number of unmasked tokens. Then "mean" is wrong if this number differs between micro-batches.
+   `strand_interleave(verify=True)` detects this.
 4. An auxiliary output whose shape does not depend on the batch combines like the loss if it is floating point. If it is
    an integer, it is a count and is summed. Outputs with the batch as leading axis are joined.
-5. Some Flax collections have rules of their own: running statistics (BatchNorm) are averaged, and of fp8 histories and
-   scales the largest is taken.
-6. Flax NNX objects and Equinox modules are differentiated as by their own `value_and_grad` (`frameworks.gradients`).
-   Changes that the loss makes to NNX objects pass from one micro-batch to the next.
+5. Some Flax collections have rules of their own. Running statistics (BatchNorm) are averaged. For fp8 histories and
+   scales, the largest values are taken.
+6. Flax NNX objects and Equinox modules are differentiated as by their frameworks' own `value_and_grad`
+   (`frameworks.gradients`). Changes that the loss makes to NNX objects pass from one micro-batch to the next.
 """
 
 from __future__ import annotations
@@ -45,15 +48,15 @@ from dhelix.runtime.step.options import REDUCTIONS, one_of
 
 @dataclass
 class Microbatching:
-    """How `value_and_grad` behaves while a step is traced, and a record of its calls.
+    """Controls `value_and_grad` while a step is traced, and records its calls.
 
     Attributes:
       microbatches: number of micro-batches; 1 leaves the batch whole.
-      reduce: used by calls without a `reduce` of their own.
-      pipeline: executes the micro-batches by a schedule over pipeline stages; None: no pipeline.
+      reduce: the `reduce` of calls that do not pass their own.
+      pipeline: the pipeline through which micro-batches pass; None: no pipeline.
       calls: number of calls.
-      returned: (value, gradients), as tracers, of each call by the step itself. Calls inside a function that JAX traces
-        separately (shard_map, jit, scan) are missing, because their tracers are valid only there.
+      returned: (value, gradients) of each call by the step itself, as tracers. Calls in a function that JAX traces
+        separately (shard_map, jit, scan) are missing, because their tracers are valid only in that function.
       trace: identifies the trace of the step itself.
     """
 
@@ -75,12 +78,12 @@ class Microbatching:
 
     @property
     def results(self) -> list[Any]:
-        """`returned`, in types that can be compared."""
+        """The values of `returned`, converted to types that can be compared."""
         return nnx_front.map_values(comparable, self.returned)
 
 
 _traced_for = jax.make_user_context()
-"""Part of JAX's trace cache key, so a function that calls `value_and_grad` is traced once per step and once outside."""
+"""A part of the key of JAX's trace cache. So JAX traces a function that calls `value_and_grad` once for each step."""
 _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", default=None)
 
 
@@ -88,7 +91,7 @@ _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", d
 def microbatching(
     microbatches: int, reduce: str, pipeline: Fold | None = None, step: int = 0
 ) -> Iterator[Microbatching]:
-    """Inside this context `value_and_grad` splits its batch. `step`: a number that identifies the step."""
+    """Inside this context, `value_and_grad` splits its batch. `step` is a number that identifies the step."""
     token = _active.set(Microbatching(microbatches, reduce, pipeline))
     try:
         active = _active.get()
@@ -114,34 +117,37 @@ def value_and_grad(
     reduce: str | None = None,
     weights: Weights | None = None,
 ) -> Callable[..., Any]:
-    """Drop-in replacement for `jax.value_and_grad` that becomes a loop over micro-batches inside a dhelix step.
+    """Replaces `jax.value_and_grad`, and becomes a loop over micro-batches inside a dhelix step.
 
     Inside a `strand_interleave(microbatches=M)` step, the returned function splits the batch [B, ...] into M
     micro-batches [B/M, ...] and combines their losses, auxiliary outputs and gradients. Outside, it is
     `jax.value_and_grad`. The module docstring lists the rules.
 
     Args:
-      fun: the loss function, `fun(*args, **kwargs) -> loss` or `-> (loss, aux)`; loss is a scalar.
-      argnums: positions of the arguments to differentiate by, an int or several. For Flax NNX objects,
+      fun: the loss function, `fun(*args, **kwargs) -> loss` or `-> (loss, aux)`. The loss is a scalar.
+      argnums: the position of the argument to differentiate by, or several positions. For Flax NNX objects,
         `nnx.DiffState` selects the variables (rule 6). These arguments are not split.
       has_aux: whether `fun` also returns auxiliary outputs (rules 4 and 5).
       holomorphic, allow_int, reduce_axes: as in `jax.value_and_grad`.
-      batch_argnums: positions of the arguments to split (rule 1). Every micro-batch gets all others unchanged.
-      batch_argnames: arguments to split, by the names of the parameters of `fun`, whether passed by position or by
-        keyword. If neither is given, the batch is the only argument outside `argnums` that holds arrays with an axis.
-      rng_argnums: positions of random keys, or pytrees of keys; micro-batch m gets `jax.random.fold_in(key, m)`.
-      rng_argnames: random keys by parameter name.
-      reduce: "mean", "sum" or "weighted" (rule 3); by default the `reduce` of `strand_interleave`.
-      weights: for "weighted": takes the arguments of `fun` and returns the weight of the micro-batch, a scalar.
+      batch_argnums: positions of the arguments to split (rule 1). Every micro-batch gets the other arguments unchanged.
+      batch_argnames: parameter names of the arguments to split. The call may pass these arguments by position or by
+        keyword. If neither `batch_argnums` nor `batch_argnames` is given, the batch is the only argument outside of
+        `argnums` that holds arrays with an axis.
+      rng_argnums: positions of arguments that are random keys or pytrees of keys. Micro-batch m gets
+        `jax.random.fold_in(key, m)`.
+      rng_argnames: parameter names of such arguments.
+      reduce: "mean", "sum" or "weighted" (rule 3). The default is the option `reduce` of `strand_interleave`.
+      weights: for "weighted": function of the arguments of `fun` that returns the weight of the micro-batch, a scalar.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)` or `((loss, aux), grads)`, with the shapes and types
       of `jax.value_and_grad` on the whole batch.
 
     Raises:
-      DhelixError: at once, for an unknown `reduce`, or a name that no parameter has. At the call inside a step: several
-        arguments hold arrays and none is named as the batch; M does not divide the rows; an auxiliary output depends
-        on the batch other than by its leading axis; "weighted" without `weights`, or `weights` without "weighted".
+      DhelixError: `reduce` is unknown, or no parameter has a given name. A call inside a step raises this error in the
+        following cases: several arguments hold arrays and none is named as the batch; M does not divide the rows; the
+        shape of an auxiliary output depends on the batch in an axis other than the leading one; `reduce` is "weighted"
+        without `weights`; or `weights` is given for another `reduce`.
     """
     if reduce is not None:
         one_of("reduce", reduce, REDUCTIONS)
@@ -174,13 +180,13 @@ def value_and_grad(
 
 
 def _of_arrays(options: Options, carried: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Value and gradients of a function of arrays; `carried` as in `gradients.Differentiate`."""
+    """Returns the value and gradients of a function of arrays. `carried` is the value in `gradients.Differentiate`."""
     active = _active.get()
     argnums = options.naming.argnums
     passed = argnums and all(-len(args) <= index < len(args) for index in argnums)
     if active is None or not active.splits or not passed:
         given = {} if carried is None else {"carried": carried}
-        return options.plain(*args, **given, **kwargs)  # for missing positions JAX raises its own error
+        return options.plain(*args, **given, **kwargs)  # if an argument of `argnums` is missing, JAX raises an error
     if active.pipeline is not None:
         return PipelinedLoop(active.pipeline, options, active.microbatches, active.reduce, args, kwargs, carried).run()
     return Loop(options, active.microbatches, active.reduce, args, kwargs, carried).run()
