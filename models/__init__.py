@@ -1,6 +1,6 @@
-"""Models with their shardings and presets. They use JAX, Flax and Optax, and know nothing of the passes.
+"""Models with their shardings and presets. The models use JAX, Flax and Optax, and do not depend on dhelix's passes.
 
-Names are loaded on first use, so the names of presets are known without JAX.
+A submodule is imported when one of its names is first used. So the names of presets are known without importing JAX.
 """
 
 import importlib
@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dhelix.models.llama import Llama
-    from dhelix.models.llama_config import PRESETS, LlamaConfig, preset
+    from dhelix.models.llama_config import LlamaConfig
+    from dhelix.models.moe.moe_config import MoeConfig
     from dhelix.models.parallel import make_mesh
+    from dhelix.models.presets import PRESETS, preset
     from dhelix.models.train_step import Training, TrainState, make_train_step
 
 __all__ = [
     "PRESETS",
     "Llama",
     "LlamaConfig",
+    "MoeConfig",
     "TrainState",
     "Training",
     "make_mesh",
@@ -24,9 +27,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PRESETS": "llama_config",
+    "PRESETS": "presets",
+    "preset": "presets",
     "LlamaConfig": "llama_config",
-    "preset": "llama_config",
+    "MoeConfig": "moe.moe_config",
     "Llama": "llama",
     "make_mesh": "parallel",
     "TrainState": "train_step",

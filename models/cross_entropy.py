@@ -1,9 +1,11 @@
-"""Cross-entropy over a sharded vocabulary. Full logits never exist, and only one buffer of the shard's size does.
+"""Cross-entropy over a sharded vocabulary. No device holds all logits, and only one buffer has the size of a shard.
 
-With `v` over the vocabulary, `loss = log sum_v exp(logits_v) - logits_target`. Each device reduces its own shard;
-devices exchange three numbers per token. The derivative, `softmax(logits) - onehot(target)`, is written by hand for two
-reasons. It keeps only the logits and one float32 per token, so XLA can write the gradient into the logits' buffer. And
-no collective is transposed, since each device's gradient needs only its own shard.
+The loss of a token is `log sum_v exp(logits_v) - logits_target`, where `v` runs over the vocabulary. Each device
+reduces its own shard, and the devices exchange three numbers per token.
+
+The derivative, `softmax(logits) - onehot(target)`, is written by hand for two reasons. First, the backward pass then
+needs only the logits and one float32 number per token, so XLA can write the gradient into the buffer of the logits.
+Second, no collective has to be transposed, because each device's gradient needs only its own shard.
 """
 
 import functools
@@ -15,21 +17,25 @@ from dhelix.models.parallel import Parallel, vocab_position
 
 
 def _is_target(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:
-    """`[batch, seq, vocab / tp]` booleans. A comparison, not a gather, so that it fuses into the adjacent reduction."""
+    """Whether each logit is the logit of the target: `[batch, seq, vocab / tp]` booleans.
+
+    They are computed by a comparison, because a comparison fuses into the reduction that uses it. A gather would not
+    fuse.
+    """
     position = vocab_position(parallel, targets, logits.shape[-1])
     return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == position[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cross_entropy(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:
-    """Loss per token in nats, float32. Reductions run in float32 for any type of logits.
+    """The loss of each token in nats. Reductions run in float32 for any type of logits.
 
     Args:
       logits: `[batch, seq, vocab / tp]`.
       targets: integer token ids, `[batch, seq]`.
 
     Returns:
-      `[batch, seq]`.
+      The losses, float32 `[batch, seq]`.
     """
     return _forward(logits, targets, parallel)[0]
 
@@ -39,7 +45,8 @@ def _forward(logits: jax.Array, targets: jax.Array, parallel: Parallel):
     shift = parallel.max(jnp.max(wide, axis=-1))
     shares = jnp.exp(wide - shift[..., None])
     at_target = jnp.where(_is_target(logits, targets, parallel), wide, 0.0)
-    # One reduction for both. As two, XLA moves the second into the backward, and the gradient needs its own buffer.
+    # One reduction computes both sums. If there were two reductions, XLA would move the second one into the backward
+    # pass, and the gradient would need a buffer of its own.
     zero = jnp.float32(0)
     sums = jax.lax.reduce((shares, at_target), (zero, zero), _add_pairs, (logits.ndim - 1,))
     total, target_logit = parallel.sum(jnp.stack(sums))

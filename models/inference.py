@@ -1,18 +1,19 @@
-"""Inference with a stack of Llama layers: prefill fills a cache of keys and values, decode adds one token at a time.
+"""Inference with a stack of Llama layers. Prefill fills a cache of keys and values; decode adds one token at a time.
 
     x [batch, seq, hidden]     -prefill_layers->   x, Cache of seq tokens
     x [batch, 1, hidden]       -decode_layers-->   x, Cache of one token more            again and again
 
-The layers are those of training (`layers.py`). Under `shard_map` over `tp`, their `Parallel` is a `TensorParallel`:
-each device holds the whole residual stream, and heads and the feed-forward's hidden layer are split. Two all-reduces
-per layer complete the sums, one after attention and one after the feed-forward. With `collective_matmuls`, each
-all-reduce is fused with the matmul before it (DistFuse, section 3.3).
+Inference uses the same layers as training (`layers.py`). Under `shard_map` over `tp`, `parallel` is a `TensorParallel`:
+each device holds the whole residual stream, and heads and the feed-forward's hidden layer are split. Each layer has two
+all-reduces, one after attention and one after the feed-forward. With `collective_matmuls`, each all-reduce is fused
+with the matmul before it (DistFuse, section 3.3).
 
-The cache has room for `capacity` tokens, and all sequences have `length` of them. Tokens are the dimension inside
-heads, so a library's matmul can use the keys of a head in place.
+The cache has room for `capacity` tokens of each sequence, and holds `length` tokens of each. In memory, the keys of one
+head are contiguous, so the matmul of a library can read them in place.
 
-`scan_layers=False` is faster. Decode mostly reads weights and the cache. In a loop over stacked layers, XLA copies each
-layer's part of the cache out of the stack and back. It also copies weights that a kernel or several matmuls read.
+Inference is faster with `scan_layers=False`. Decode mostly reads weights and the cache. In a loop over stacked layers,
+XLA copies each layer's part of the cache out of the stack and back into it. XLA also copies weights that are read by a
+kernel or by several matmuls.
 """
 
 import math
@@ -40,12 +41,12 @@ Layer = Callable[[dict[str, jax.Array], jax.Array, Any], tuple[jax.Array, KeysVa
 
 
 class Cache(NamedTuple):
-    """Keys and values of all tokens so far, of this device's heads; or their shapes or specs.
+    """The keys and values of all tokens so far, for the heads of this device. Shapes or specs may replace the arrays.
 
     Attributes:
-      layers: keys and values, `[batch, kv_heads / tp, capacity, head_dim]` in the compute dtype. A pair of arrays with
-        a leading layer dimension, or a list of one pair per layer with `scan_layers=False`.
-      length: number of tokens, an int32 scalar.
+      layers: a pair of keys and values with a leading layer dimension. With `scan_layers=False`, a list with one pair
+        for each layer. The arrays of a layer are `[batch, kv_heads / tp, capacity, head_dim]` in the compute dtype.
+      length: number of tokens of each sequence, an int32 scalar.
     """
 
     layers: Any
@@ -62,7 +63,7 @@ def cache_specs(config: LlamaConfig) -> Cache:
 
 
 def cache_shapes(config: LlamaConfig, batch: int, capacity: int) -> Cache:
-    """Shapes and types of a global cache, over all of `tp`."""
+    """The shapes and types of the global arrays of a cache, before they are split over `tp`."""
     leading = (config.layers,) if config.scan_layers else ()
     shape = (*leading, batch, config.kv_heads, capacity, config.head_dim)
     pair = (jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)),) * 2
@@ -72,19 +73,19 @@ def cache_shapes(config: LlamaConfig, batch: int, capacity: int) -> Cache:
 def prefill(
     config: LlamaConfig, params: Params, tokens: jax.Array, capacity: int, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """Reads prompts of equal length.
+    """Reads prompts of equal length, and returns the logits of the next token and the cache.
 
     Args:
-      params: in the compute dtype; under `shard_map` this device's shards (`llama.param_specs`).
+      params: parameters in the compute dtype; under `shard_map`, this device's shards (`llama.param_specs`).
       tokens: int32 `[batch, seq]`.
-      capacity: number of tokens that the cache has room for; at least seq.
+      capacity: number of tokens of each sequence for which the cache has room; at least seq.
       parallel: a `TensorParallel` under `shard_map`.
 
     Returns:
-      Logits of the token after the last one, `[batch, vocab / tp]`, and the cache.
+      The logits of the token after the prompts, `[batch, vocab / tp]`, and the cache.
 
     Raises:
-      ValueError: the cache is too small.
+      ValueError: `capacity` is below seq.
     """
     x, cache = prefill_layers(config, params["layers"], embed(config, parallel, params["embedding"], tokens), capacity,
                               parallel)  # fmt: skip
@@ -94,9 +95,14 @@ def prefill(
 def decode(
     config: LlamaConfig, params: Params, tokens: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """Reads one more token of each sequence, int32 `[batch]`. Otherwise like `prefill`.
+    """Reads one more token of each sequence, and returns the logits of the next token and the longer cache.
 
-    The cache must have room: a token without room overwrites the last one. Donate the cache to update it in place.
+    The cache must have room for the token. Otherwise the token overwrites the last token in the cache. Donate the cache
+    to update it in place.
+
+    Args:
+      params, parallel: as in `prefill`.
+      tokens: int32 `[batch]`.
     """
     x = embed(config, parallel, params["embedding"], tokens[:, None])
     x, cache = decode_layers(config, params["layers"], x, cache, parallel)
@@ -106,10 +112,10 @@ def decode(
 def prefill_layers(
     config: LlamaConfig, layers: Any, x: jax.Array, capacity: int, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """All layers on `x [batch, seq, hidden]` with causal attention.
+    """Applies all layers to `x [batch, seq, hidden]` with causal attention. Returns their output and the cache.
 
     Args:
-      layers: as in `llama.Params`.
+      layers: the parameters of the layers, as in `llama.Params`.
 
     Raises:
       ValueError: `capacity` is below seq.
@@ -134,7 +140,10 @@ def prefill_layers(
 def decode_layers(
     config: LlamaConfig, layers: Any, x: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """All layers on one token per sequence, `x [batch, 1, hidden]`, which attends to the cache and itself."""
+    """Applies all layers to one token of each sequence, `x [batch, 1, hidden]`. Returns their output and the cache.
+
+    The token attends to the tokens in the cache and to itself.
+    """
     by = rotation(config, 1, cache.length)
 
     def layer(weights: dict[str, jax.Array], x: jax.Array, cached: KeysValues) -> tuple[jax.Array, KeysValues]:
@@ -148,12 +157,14 @@ def decode_layers(
 
 
 def _with_token(cached: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
-    """`cached [batch, heads, capacity, head_dim]` with `new [batch, 1, heads, head_dim]` at `position`."""
+    """`cached [batch, heads, capacity, head_dim]` after writing `new [batch, 1, heads, head_dim]` at `position`."""
     return jax.lax.dynamic_update_slice_in_dim(cached, new.swapaxes(1, 2), position, axis=2)
 
 
 def cached_attention(query: jax.Array, keys: jax.Array, values: jax.Array, last: jax.Array) -> jax.Array:
-    """Grouped-query attention of one token to the cached tokens up to position `last`. The softmax is float32.
+    """Grouped-query attention of one token of each sequence to the cached tokens up to position `last`.
+
+    The softmax is computed in float32.
 
     Args:
       query: `[batch, 1, heads, head_dim]`.
@@ -161,7 +172,7 @@ def cached_attention(query: jax.Array, keys: jax.Array, values: jax.Array, last:
       last: int32 scalar.
 
     Returns:
-      `[batch, 1, heads, head_dim]`.
+      The output of each head, `[batch, 1, heads, head_dim]`.
     """
     batch, _, heads, head_dim = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, head_dim)
@@ -173,10 +184,10 @@ def cached_attention(query: jax.Array, keys: jax.Array, values: jax.Array, last:
 
 
 def _over_layers(config: LlamaConfig, layer: Layer, layers: Any, x: jax.Array, cached: Any) -> tuple[jax.Array, Any]:
-    """`x` after all layers, and the cache entry of each layer."""
+    """The output of the last layer for the input `x`, and the keys and values of each layer."""
     if config.scan_layers:
         return jax.lax.scan(lambda x, of_layer: layer(of_layer[0], x, of_layer[1]), x, (layers, cached))
-    filled, layer = [], jax.jit(layer)  # traced and lowered once; XLA inlines it
+    filled, layer = [], jax.jit(layer)  # under jit, a layer is traced and lowered once; XLA inlines it
     for weights, of_layer in zip(layers, cached or [None] * len(layers), strict=True):
         x, pair = layer(weights, x, of_layer)
         filled.append(pair)

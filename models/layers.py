@@ -1,9 +1,9 @@
 """The layers of Llama 3 as functions on arrays.
 
-`x` is the residual stream `[batch, seq / tp, hidden]`, sequence-parallel between blocks. A block gathers the sequence,
-multiplies with its shard of the heads or of the hidden layer, and reduce-scatters the sum. This is Megatron's tensor
-and sequence parallelism. Without tensor parallelism the exchanges are the identity, and the same code is the dense
-model.
+`x` is the residual stream `[batch, seq / tp, hidden]`, which is sequence-parallel between blocks. A block (attention or
+feed-forward) gathers the sequence. It multiplies the sequence with this device's shard of the heads or of the hidden
+layer, and reduce-scatters the sum. This is Megatron's tensor and sequence parallelism. On a single device, the gather
+and the reduce-scatter do nothing, and the same code computes the whole model.
 """
 
 import functools
@@ -20,31 +20,33 @@ from dhelix.models.parallel import Parallel, vocab_position
 Rotation = tuple[jax.Array, jax.Array]
 
 
-# Residuals of a cheap function are as large as its input and stay live through the forward pass, once per layer.
-# Recomputing them costs one fused kernel. `prevent_cse` is unnecessary: XLA cannot undo the recomputation across the
-# forward and backward layer loops. In unrolled layers it could, which only loses the saving.
-_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+# The residuals of a cheap function are as large as its input, and the residuals of all layers stay live until the
+# backward pass. To recompute them costs one fused kernel. `prevent_cse` is unnecessary, because XLA cannot undo the
+# recomputation across the forward and the backward layer loop. In unrolled layers XLA can undo it, and then the only
+# disadvantage is that no memory is saved.
+recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`x` divided by its root mean square in float32, times `weight [hidden]`."""
+    """`x` divided by its root mean square, which is computed in float32, and multiplied by `weight [hidden]`."""
 
     def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
         return (wide * scale).astype(x.dtype) * weight
 
-    return _recomputed(normalise)(x, weight)
+    return recomputed(normalise)(x, weight)
 
 
 def rotation(config: LlamaConfig, seq: int, first: jax.Array | None = None) -> Rotation:
-    """Cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]`.
+    """The cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]` each.
 
-    With `rope_factor` above 1, Llama 3.1's rule applies. Wavelengths above the 8192 tokens of Llama 3's training are
-    stretched by the factor. Those below a quarter of 8192 stay, and those between are blended.
+    If `rope_factor` is above 1, Llama 3.1's rule applies. Wavelengths above 8192 tokens, the sequence length of Llama
+    3's training, are stretched by the factor. Wavelengths below a quarter of 8192 do not change, and wavelengths
+    between both limits are stretched by less than the factor.
 
     Args:
-      first: the first position, int32; 0 if not given.
+      first: position of the first token, int32; 0 if not given.
     """
     frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_factor != 1.0:
@@ -59,17 +61,20 @@ def rotation(config: LlamaConfig, seq: int, first: jax.Array | None = None) -> R
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Rotary embedding of `x [batch, seq, heads, head_dim]`. Both halves of a head form the pairs."""
+    """Applies the rotary embedding to `x [batch, seq, heads, head_dim]`.
+
+    Element n of a head's first half and element n of its second half form a pair, which is rotated.
+    """
     cos, sin = by
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def resolve_attention(config: LlamaConfig, platform: str) -> Literal["xla", "cudnn"]:
-    """The meaning of `config.attention` on `platform`: `auto` becomes `xla` or `cudnn`.
+    """The implementation of attention on `platform`. `auto` in the configuration becomes `xla` or `cudnn`.
 
     Args:
-      platform: of a device, which may belong to a deviceless topology.
+      platform: platform of a device, which may belong to a deviceless topology.
     """
     if config.attention != "auto":
         return config.attention
@@ -83,7 +88,7 @@ def query_key_value(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value of this device's heads, `[batch, seq, heads or kv_heads, head_dim]`.
 
-    Normalises `x [batch, seq / tp, hidden]` first. Query and key are rotated.
+    The input `x [batch, seq / tp, hidden]` is normalised first. Query and key have the rotary embedding `by`.
     """
     h = rms_norm(x, weights["attention_norm"], config.norm_eps)
     projections = [weights[name] for name in ("wq", "wk", "wv")]
@@ -92,16 +97,16 @@ def query_key_value(
 
 
 def causal_attention(config: LlamaConfig, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Grouped-query self-attention of a sequence, `[batch, seq, heads, head_dim]`."""
+    """Grouped-query self-attention with a causal mask, `[batch, seq, heads, head_dim]`."""
     implementation = resolve_attention(config, jax.default_backend())
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
 
 def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
-    """Output projection of `out [batch, seq, heads, head_dim]`: the addend to the residual stream.
+    """The output projection of `out [batch, seq, heads, head_dim]`, which is the output of all heads.
 
     Returns:
-      `[batch, seq / tp, hidden]`.
+      The addend to the residual stream, `[batch, seq / tp, hidden]`.
     """
     out = parallel.split_features(out)
     return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
@@ -110,7 +115,7 @@ def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: 
 def attention_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
 ) -> jax.Array:
-    """Grouped-query causal attention on `x [batch, seq / tp, hidden]`, with this device's heads."""
+    """Attention with this device's heads: the addend to the residual stream `x [batch, seq / tp, hidden]`."""
     query, key, value = query_key_value(config, parallel, weights, x, by)
     return attention_output(parallel, weights, causal_attention(config, query, key, value))
 
@@ -118,11 +123,11 @@ def attention_block(
 def feed_forward_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
 ) -> jax.Array:
-    """SwiGLU on `x [batch, seq / tp, hidden]`, with this device's columns of the hidden layer."""
+    """SwiGLU with this device's columns of the hidden layer: the addend to `x [batch, seq / tp, hidden]`."""
     h = rms_norm(x, weights["ffn_norm"], config.norm_eps)
     gate, up = parallel.gather_matmul("bsh,hf->bsf", h, [weights["w_gate"], weights["w_up"]])
 
-    @_recomputed
+    @recomputed
     def down(gate: jax.Array, up: jax.Array, w_down: jax.Array) -> jax.Array:
         return parallel.row_matmul("bsf,fh->bsh", jax.nn.silu(gate) * up, w_down)
 
@@ -132,15 +137,15 @@ def feed_forward_block(
 def decoder_layer(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
 ) -> jax.Array:
-    """One layer: attention, then feed-forward, each added to the residual stream."""
+    """The residual stream after one layer. Attention, and then feed-forward, are added to the residual stream."""
     x = x + attention_block(config, parallel, weights, x, by)
     return x + feed_forward_block(config, parallel, weights, x)
 
 
 def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The residual stream for `tokens [batch, seq]`, from the vocabulary-sharded `table [vocab / tp, hidden]`.
+    """The residual stream for `tokens [batch, seq]`, from this device's shard `table [vocab / tp, hidden]`.
 
-    Each device contributes the rows that it holds, and zeros for the others.
+    Each device looks up the rows that it holds, and takes zeros for all other rows. The results are then summed.
     """
     ends = parallel.ends
     position = vocab_position(ends, tokens, table.shape[0])

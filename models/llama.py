@@ -1,4 +1,4 @@
-"""Llama 3: parameters, their shardings, the forward pass and the loss, as functions on a pytree and as an NNX module.
+"""Llama 3: parameters, shardings, forward pass and loss. There are functions on a pytree, and an NNX module.
 
 Parameters are nested dicts of arrays:
 
@@ -24,7 +24,7 @@ from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
 Params = dict[str, Any]
 
-# The dimension of each layer weight that is split over `tp`: heads, or the feed-forward's hidden layer.
+# How each weight of a layer is split over `tp`: by heads, or by columns of the feed-forward's hidden layer.
 _LAYER_SPECS = {
     "attention_norm": PartitionSpec(),
     "wq": PartitionSpec(None, "tp"),
@@ -39,16 +39,16 @@ _LAYER_SPECS = {
 
 
 def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: bool = True) -> Params:
-    """The `PartitionSpec` of each parameter over mesh axis `tp`. All are replicated over `dp`, norms over `tp` too.
+    """The `PartitionSpec` of each parameter. Matrices are split over `tp`. Norms are not split.
 
     Args:
-      pipeline: name of a pipeline's mesh axis. Leaves of `layers` then are `[chunks, layers of a chunk, ...]`, with the
-        chunks split over this axis.
-      shared_ends: also split the embedding and the head over `pipeline`, even if they are one tied table. Otherwise
+      pipeline: name of the mesh axis of a pipeline, or None. With a pipeline, leaves of `layers` are `[chunks, layers
+        of a chunk, ...]`, and the chunks are split over this axis.
+      shared_ends: whether embedding and head are also split over `pipeline`, even if they are one tied table. Otherwise
         every stage holds both.
 
     Raises:
-      ValueError: `pipeline` is given, and `config.scan_layers` is off.
+      ValueError: `pipeline` is given, but `config.scan_layers` is off.
     """
     if pipeline is not None and not config.scan_layers:
         raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
@@ -66,7 +66,7 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
 
 
 def spec_of(*entries: Any) -> PartitionSpec:
-    """A spec without trailing Nones, which would make equal shardings compare unequal."""
+    """A spec without trailing Nones. With them, JAX would regard equal shardings as unequal."""
     kept = list(entries)
     while kept and kept[-1] is None:
         kept.pop()
@@ -90,9 +90,10 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_params(config: LlamaConfig, key: jax.Array) -> Params:
-    """Fresh parameters in `param_dtype`. The values depend neither on the sharding nor on `scan_layers`.
+    """Initial parameters in `param_dtype`. The values depend neither on the sharding nor on `scan_layers`.
 
-    Weights are normal with deviation 0.02, divided by sqrt(2 L) for `wo` and `w_down`. Norms are ones.
+    Weights are normally distributed with standard deviation 0.02. For `wo` and `w_down`, the standard deviation is 0.02
+    / sqrt(2 L). Norms are ones.
     """
     dtype = jnp.dtype(config.param_dtype)
 
@@ -123,23 +124,23 @@ def init_params(config: LlamaConfig, key: jax.Array) -> Params:
 
 
 def cast_params(config: LlamaConfig, params: Params) -> Params:
-    """Parameters in the compute `dtype`.
+    """The parameters in the compute `dtype`.
 
-    Cast once per step, before the loops. Casts inside the loops would keep each layer's result for the backward, which
-    adds a second copy of the model.
+    Call this function once per step, before the loops. If a loop casts the parameters of each layer, the results are
+    kept for the backward pass, which needs memory for a second copy of the model.
     """
     return jax.tree.map(lambda weight: weight.astype(config.dtype), params)
 
 
 def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
-    """The forward pass.
+    """The logits of the model: its forward pass.
 
     Args:
-      params: in the compute dtype; under `shard_map`, this device's shards.
-      tokens: int32 `[batch, seq]`; each device of a `tp` group holds the whole sequence.
+      params: parameters in the compute dtype; under `shard_map`, this device's shards.
+      tokens: int32 `[batch, seq]`. Each device of a `tp` group holds the whole sequence.
 
     Returns:
-      `[batch, seq, vocab / tp]` in the compute dtype.
+      The logits, `[batch, seq, vocab / tp]` in the compute dtype.
     """
     by = rotation(config, tokens.shape[1])
 
@@ -148,7 +149,7 @@ def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Par
 
     if config.remat != "none":
         policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-        # Under scan, forward and backward are two loops, so XLA cannot merge the recomputation with the original.
+        # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
 
     x = embed(config, parallel, params["embedding"], tokens)
@@ -161,7 +162,7 @@ def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Par
 
 
 def project(config: LlamaConfig, params: Params, x: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
-    """The head: logits of `x`, the last layer's output, over this device's shard of the vocabulary."""
+    """The head of the model: the logits of this device's shard of the vocabulary, from the last layer's output `x`."""
     ends = parallel.ends
     h = ends.gather_sequence(rms_norm(ends.from_layers(x), params["final_norm"], config.norm_eps))
     head = params["embedding"].T if config.tie_embeddings else params["head"]
@@ -175,19 +176,20 @@ def loss(
     targets: jax.Array,
     parallel: Parallel = SINGLE_DEVICE,
 ) -> jax.Array:
-    """Mean cross-entropy per token in nats, float32.
+    """The mean cross-entropy per token in nats, float32.
 
-    Under `shard_map` it is the mean over this device's `dp` shard, equal on all devices of a `tp` group.
+    Under `shard_map`, this is the mean over the tokens of this device's `dp` shard. All devices of a `tp` group get the
+    same value.
 
     Args:
-      params: in the compute dtype.
+      params: parameters in the compute dtype.
       tokens, targets: int32 `[batch, seq]`.
     """
     return jnp.mean(cross_entropy(logits(config, params, tokens, parallel), targets, parallel.ends))
 
 
 def _as_module(tree: Any, specs: Any) -> Any:
-    """Nested dicts and lists of arrays as NNX containers of annotated parameters."""
+    """Nested dicts and lists of arrays, converted to NNX containers of parameters with the shardings `specs`."""
     if isinstance(tree, dict):
         return nnx.Dict({name: _as_module(child, specs[name]) for name, child in tree.items()})
     if isinstance(tree, list):
@@ -196,7 +198,7 @@ def _as_module(tree: Any, specs: Any) -> Any:
 
 
 def _as_tree(module: Any) -> Any:
-    """The inverse of `_as_module`."""
+    """The nested dicts and lists of arrays from which `_as_module` made `module`."""
     if isinstance(module, nnx.Dict):
         return {name: _as_tree(child) for name, child in module.items()}
     if isinstance(module, nnx.List):
@@ -205,10 +207,10 @@ def _as_tree(module: Any) -> Any:
 
 
 class Llama(nnx.Module):
-    """The model as an ordinary NNX module. It holds the parameters; the functions above compute.
+    """The model as an ordinary NNX module. The module holds the parameters, and calls the functions above.
 
-    `nnx.split` and `nnx.merge` work as on any module. `nnx.get_partition_spec(nnx.state(model))` gives the shardings.
-    To train it by `jit` over a mesh, pass `parallel=AutoParallel(mesh)`.
+    `nnx.split` and `nnx.merge` work as on any module. `nnx.get_partition_spec(nnx.state(model))` returns the shardings.
+    To train the model under `jit` over a mesh, pass `parallel=AutoParallel(mesh)`.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, parallel: Parallel = SINGLE_DEVICE) -> None:
@@ -218,13 +220,13 @@ class Llama(nnx.Module):
 
     @property
     def params(self) -> Params:
-        """The parameters as nested dicts, as the functions of this module take them."""
+        """The parameters as nested dicts, which the functions of this file take."""
         return _as_tree(self.weights)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits `[batch, seq, vocab]` for `tokens` int32 `[batch, seq]`."""
+        """The logits `[batch, seq, vocab]` for `tokens`, int32 `[batch, seq]`."""
         return logits(self.config, cast_params(self.config, self.params), tokens, self.parallel)
 
     def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross-entropy per token in nats, for `tokens` and `targets` int32 `[batch, seq]`."""
+        """The mean cross-entropy per token in nats, for `tokens` and `targets`, int32 `[batch, seq]`."""
         return loss(self.config, cast_params(self.config, self.params), tokens, targets, self.parallel)

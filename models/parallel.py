@@ -1,11 +1,12 @@
-"""How a model's arrays are exchanged over the mesh: not at all, by hand under `shard_map`, or by XLA's partitioner.
+"""How the devices of a mesh exchange a model's arrays: by hand under `shard_map`, by XLA's partitioner, or not at all.
 
-Mesh axes are `dp` (data parallel), `tp` (tensor parallel, and sequence parallel between blocks) and, with a pipeline of
-layers, `pp`. Layer functions are written once, against `Parallel`. Only this module knows whether `[batch, seq,
-hidden]` is a shard of the sequence, and whether a sum is partial.
+The mesh axes are `dp` (data parallel) and `tp` (tensor parallel, and sequence parallel between blocks). A pipeline of
+layers adds the axis `pp`. Experts on different devices add the axis `ep`, which also splits the batch. The functions of
+the layers call a `Parallel` for each exchange. Only this module knows whether an array `[batch, seq, hidden]` is a
+shard of the sequence, and whether a sum is partial.
 
-The layers of a pipeline are on different stages. The pipeline's ends, embedding and head, belong to no single stage:
-every stage holds a part of the vocabulary, which keeps the stages balanced.
+The layers of a pipeline are on different stages. All stages can share embedding and head, the *ends* of the model. Each
+stage then holds a part of the vocabulary, so that all stages have equal work.
 
     embedding   [vocab / (tp pp), hidden]   partial sums  -> [b, s / (tp pp), h] -gather-> [b, s / tp, h]
     layers      of this stage               [b, s / tp, h], another chunk of the model on each stage
@@ -25,45 +26,59 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 class CollectiveMatmuls(Protocol):
-    """Matmuls fused with the collective of their operand or result, for use under `shard_map`.
+    """Functions that fuse a matmul with the collective of its operand or result, for use under `shard_map`.
 
     `dhelix.runtime.collective_matmul.CollectiveMatmuls` implements this protocol.
     """
 
     def all_gather_matmul(self, x: jax.Array, weights: Sequence[jax.Array], axis_name: Any) -> Sequence[jax.Array]:
-        """Gathers `x [batch, seq / tp, k]` and multiplies it with each of `weights [k, columns]`: `[batch, seq,
-        columns]`.
+        """Gathers `x [batch, seq / tp, k]` and multiplies it with each of `weights [k, columns]`.
+
+        Returns:
+          The products, `[batch, seq, columns]` each.
         """
         ...
 
     def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
-        """`x [batch, seq, k / tp]` times `w [k / tp, columns]`, reduce-scattered: `[batch, seq / tp, columns]`."""
+        """Multiplies `x [batch, seq, k / tp]` with `w [k / tp, columns]` and reduce-scatters the product.
+
+        Returns:
+          This device's shard of the sum, `[batch, seq / tp, columns]`.
+        """
         ...
 
     def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
-        """`x [rows, k / tp]` times `w [k / tp, columns]`, all-reduced: `[rows, columns]`, equal on all devices."""
+        """Multiplies `x [rows, k / tp]` with `w [k / tp, columns]` and all-reduces the product.
+
+        Returns:
+          The sum, `[rows, columns]`, equal on all devices.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """One device: each exchange is the identity. Subclasses exchange over a mesh."""
+    """The exchanges of a model on one device, where each exchange is the identity. Subclasses exchange over a mesh."""
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
-        """Gathers the sequence shard `[batch, seq / tp, hidden]` for a block's column-parallel matmuls."""
+        """Gathers sequence shards `[batch, seq / tp, hidden]` for the column-parallel matmuls of a block."""
         return x
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
-        """Reduce-scatters row-parallel partial sums, `[batch, seq, hidden]` to `[batch, seq / tp, hidden]`."""
+        """Reduce-scatters the partial sums of a row-parallel matmul.
+
+        The argument is `[batch, seq, hidden]`, and the result is `[batch, seq / tp, hidden]`.
+        """
         return partial_sum
 
     def gather_matmul(self, equation: str, x: jax.Array, weights: Sequence[jax.Array]) -> Iterator[jax.Array]:
-        """Gathers the sequence shard `[batch, seq / tp, hidden]`, and multiplies it with column-parallel weights.
+        """Gathers sequence shards `[batch, seq / tp, hidden]`, and multiplies them with column-parallel weights.
 
-        Products are computed lazily, so that the code that uses a product follows it directly in the program.
+        Each product is computed when the iterator reaches it. So the code that uses a product comes directly after the
+        product in the program.
 
         Args:
-          equation: `jnp.einsum`'s, for each weight.
+          equation: equation for `jnp.einsum`, which is the same for each weight.
           weights: `[hidden, ...]`.
 
         Returns:
@@ -73,47 +88,66 @@ class Parallel:
         return (jnp.einsum(equation, gathered, weight) for weight in weights)
 
     def row_matmul(self, equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """`x [batch, seq, ...]` times a row-parallel weight `[..., hidden]`. `scatter_product` completes it.
+        """Multiplies `x [batch, seq, ...]` with a row-parallel weight `[..., hidden]`. The product is a partial sum.
 
-        These are two calls so that a layer can recompute `x` in its backward.
+        `scatter_product` completes the sum. It is a separate method, so that a layer can recompute `x` in its backward
+        pass.
         """
         return jnp.einsum(equation, x, weight)
 
     def scatter_product(self, product: jax.Array) -> jax.Array:
-        """The result of `row_matmul`, summed and scattered: `[batch, seq / tp, hidden]`."""
+        """Sums the results of `row_matmul` over devices, and scatters the sum: `[batch, seq / tp, hidden]`."""
         return self.scatter_sequence(product)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        """Sums and scatters a look-up in this device's shard of a table, whose other rows are zero."""
+        """Sums and scatters the result of a look-up. Rows that are not in this device's shard of a table are zero."""
         return self.scatter_sequence(rows)
 
     def split_features(self, x: jax.Array) -> jax.Array:
-        """States that `x [batch, seq, heads or ffn or vocab, ...]` holds this device's share of dimension 2."""
+        """Declares that dimension 2 of `x [batch, seq, heads or ffn or vocab, ...]` is split over `tp`."""
         return x
 
+    def to_experts(self, rows: jax.Array) -> jax.Array:
+        """Sends rows of all experts, `[E, C, hidden]`, to the devices that hold these: `[E / ep, ep C, hidden]`."""
+        return rows
+
+    def from_experts(self, rows: jax.Array) -> jax.Array:
+        """Sends the experts' rows back: the inverse of `to_experts`."""
+        return rows
+
+    def sequence_shards(self) -> int:
+        """Number of devices that share a sequence between blocks."""
+        return 1
+
     def sum(self, x: jax.Array) -> jax.Array:
-        """Sum over the shards of the vocabulary."""
+        """The sum of `x` over the shards of the vocabulary."""
         return x
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Maximum over the shards of the vocabulary."""
+        """The maximum of `x` over the shards of the vocabulary."""
         return x
 
     def shard_index(self) -> jax.Array | int:
-        """The shard of the vocabulary that this device holds."""
+        """The number of the vocabulary shard that this device holds."""
         return 0
 
     @property
     def ends(self) -> "Parallel":
-        """How embedding and head are split: like the layers, unless these form a pipeline."""
+        """The exchanges of embedding and head: those of the layers, unless the layers form a pipeline."""
         return self
 
     def to_layers(self, x: jax.Array) -> jax.Array:
-        """From the ends' sequence shard `[batch, seq / (tp pp), hidden]` to the layers' `[batch, seq / tp, hidden]`."""
+        """Converts the embedding's output to the sequence shards of the layers.
+
+        The argument is `[batch, seq / (tp pp), hidden]`, and the result is `[batch, seq / tp, hidden]`.
+        """
         return x
 
     def from_layers(self, x: jax.Array) -> jax.Array:
-        """From the layers' sequence shard to the ends'. The input is zero on all stages but the last layer's."""
+        """Converts the last layer's output to the sequence shards of the head.
+
+        The argument is zero on all stages but the stage of the last layer.
+        """
         return x
 
 
@@ -122,18 +156,21 @@ SINGLE_DEVICE = Parallel()
 
 @dataclasses.dataclass(frozen=True)
 class ManualParallel(Parallel):
-    """Under `shard_map` over `axis`: explicit collectives.
+    """The exchanges under a `shard_map` over `axis`, as explicit collectives.
 
     All-gather and reduce-scatter are each other's transpose, whether or not `shard_map` tracks replication. `sum` and
-    `max` lack this property. So they are used only inside the cross-entropy, whose derivative is hand-written.
+    `max` do not have this property. So only the cross-entropy uses them, whose derivative is written by hand.
 
     Attributes:
-      pipeline: the axis whose devices hold different layers; see `PipelineEnds`.
-      collective_matmuls: replaces the layers' matmuls and their collectives.
+      axis: the mesh axis or axes over which arrays are exchanged.
+      pipeline: the mesh axis whose devices hold different layers, if all stages share the ends; see `PipelineEnds`.
+      experts: the axis whose devices hold different experts; None if every device holds all.
+      collective_matmuls: if given, these functions replace the matmuls of layers and their collectives.
     """
 
     axis: str | tuple[str, ...] = "tp"
     pipeline: str | None = None
+    experts: str | None = None
     collective_matmuls: CollectiveMatmuls | None = None
 
     @property
@@ -165,6 +202,15 @@ class ManualParallel(Parallel):
     def scatter_product(self, product: jax.Array) -> jax.Array:
         return super().scatter_product(product) if self.collective_matmuls is None else product
 
+    def to_experts(self, rows: jax.Array) -> jax.Array:
+        return rows if self.experts is None else lax.all_to_all(rows, self.experts, 0, 1, tiled=True)
+
+    def from_experts(self, rows: jax.Array) -> jax.Array:
+        return rows if self.experts is None else lax.all_to_all(rows, self.experts, 1, 0, tiled=True)
+
+    def sequence_shards(self) -> int:
+        return lax.axis_size(self.axis)
+
     def sum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, self.axis)
 
@@ -177,10 +223,10 @@ class ManualParallel(Parallel):
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel(ManualParallel):
-    """Under `shard_map` over `axis`, without sequence parallelism, for inference.
+    """The exchanges under a `shard_map` over `axis` without sequence parallelism, for inference.
 
     Each device holds the whole sequence, because a single new token cannot be split. An all-reduce completes a
-    row-parallel matmul. Use it for the forward pass only: `gather_sequence` does not sum cotangents.
+    row-parallel matmul. This class is for the forward pass only, because `gather_sequence` does not sum cotangents.
     """
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
@@ -196,19 +242,20 @@ class TensorParallel(ManualParallel):
         if self.collective_matmuls is None:
             return super().row_matmul(equation, x, weight)
         rows, columns = x.shape[:2], weight.shape[-1]
-        # Sequences and tokens both become rows, so that even one token per sequence gives rows to cut into pieces.
+        # The tokens of all sequences become rows. So even one token per sequence gives rows to cut into pieces.
         flat = x.reshape(rows[0] * rows[1], -1), weight.reshape(-1, columns)
         return self.collective_matmuls.matmul_all_reduce(*flat, self.axis).reshape(*rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineEnds(ManualParallel):
-    """Embedding and head of a pipeline: `axis` is (tp, pp), so both axes split vocabulary and sequence.
+    """The exchanges of embedding and head that all stages of a pipeline share.
 
-    `pp` splits the inside of a `tp` shard, so gathering and scattering over `pp` is contiguous. Only the first chunk's
-    stage uses the embedding's result; its cotangents are zero on the other stages. The head's input comes from the last
-    chunk's stage and is zero on the others. So a reduce-scatter over the stages gives each stage its part, and the
-    derivatives are those of the collectives.
+    `axis` is (tp, pp), so both axes split the vocabulary and the sequence. `pp` splits each `tp` shard further, so
+    gathering and scattering over `pp` is contiguous. Only the stage of the first chunk uses the result of the
+    embedding, so the cotangents of this result are zero on the other stages. The input of the head comes from the stage
+    of the last chunk and is zero on the other stages. So a reduce-scatter over the stages gives each stage its part.
+    For the same reason, the transposes of the collectives are the correct derivatives.
     """
 
     stages: str = "pp"
@@ -222,7 +269,7 @@ class PipelineEnds(ManualParallel):
 
 @dataclasses.dataclass(frozen=True)
 class AutoParallel(Parallel):
-    """Under `jit` with annotated parameters: each exchange is a sharding constraint."""
+    """The exchanges under `jit`, as sharding constraints. XLA's partitioner makes the collectives."""
 
     mesh: Mesh
 
@@ -230,29 +277,30 @@ class AutoParallel(Parallel):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp")))
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
-        # Constrain to the whole sequence first, so that the backward gathers the cotangent once for both its matmuls.
+        # The first constraint is to the whole sequence. So the backward pass gathers the cotangent once for both of its
+        # matmuls.
         whole = lax.with_sharding_constraint(partial_sum, NamedSharding(self.mesh, PartitionSpec("dp")))
         return lax.with_sharding_constraint(whole, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        # No constraint to the whole sequence: under a pipeline, XLA's partitioner aborts on a look-up whose table is
-        # split over one axis, and whose indices and result are split only over another.
+        # There is no constraint to the whole sequence here. With it, XLA's partitioner would abort in a pipeline: it
+        # cannot partition a look-up if the table is split over one axis, and indices and result only over another axis.
         return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
 
     def split_features(self, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", None, "tp")))
 
 
-def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 1) -> Mesh:
-    """A `dp` x `tp` mesh, or `pp` x `dp` x `tp` with `pp` stages.
+def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 1, ep: int | None = None) -> Mesh:
+    """A mesh of `dp` x `tp` devices. `pp` stages add a first axis, and `ep` adds an axis before `tp`.
 
-    Neighbouring devices form a `tp` group, so that it stays inside a node.
+    Neighbouring devices form a `tp` group, so that the group stays inside a node.
 
     Raises:
       ValueError: there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
-    axes = ({"pp": pp} if pp > 1 else {}) | {"dp": dp, "tp": tp}
+    axes = ({"pp": pp} if pp > 1 else {}) | {"dp": dp} | ({} if ep is None else {"ep": ep}) | {"tp": tp}
     size = math.prod(axes.values())
     if size > len(devices):
         text = " x ".join(f"{name} {extent}" for name, extent in axes.items())
@@ -262,5 +310,8 @@ def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 
 
 
 def vocab_position(parallel: Parallel, ids: jax.Array, shard_size: int) -> jax.Array:
-    """Positions of token `ids` in this device's vocabulary shard; outside of `[0, shard_size)` if it lacks them."""
+    """The positions of the token `ids` in this device's shard of the vocabulary.
+
+    A position outside of `[0, shard_size)` means that the shard does not contain the token.
+    """
     return ids - jnp.asarray(parallel.shard_index() * shard_size, ids.dtype)

@@ -1,6 +1,6 @@
-"""A plain train step for Llama: `lax.scan` accumulates micro-batches, over a mesh of `dp` x `tp` devices.
+"""A plain train step for Llama over a mesh of `dp` x `tp` devices. A `lax.scan` accumulates gradients of micro-batches.
 
-The step is what a user would write. It knows nothing of strands or passes:
+A user could have written this step. It does not depend on strands or passes:
 
     mesh = make_mesh(dp=2, tp=4)
     training = make_train_step(preset("llama-demo"), mesh, optax.adamw(1e-3), microbatches=4)
@@ -8,8 +8,8 @@ The step is what a user would write. It knows nothing of strands or passes:
     state = training.init(jax.random.key(0))
     state, metrics = step(state, {"tokens": tokens})      # int32 [microbatches * batch, seq + 1]
 
-To compile without arrays, for a mesh of devices that need not exist: `step.lower(training.abstract_state(),
-training.abstract_batch(batch=16))`.
+`step.lower(training.abstract_state(), training.abstract_batch(batch=16))` lowers the step without arrays, also for a
+mesh of devices that do not exist.
 """
 
 import dataclasses
@@ -27,22 +27,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dhelix.models import llama
 from dhelix.models.layers import resolve_attention
 from dhelix.models.llama_config import LlamaConfig
+from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Sharding = Literal["shard_map", "auto", "fsdp"]
-"""Who inserts collectives. `shard_map`: the code. `auto`: XLA's partitioner. `fsdp`: XLA's partitioner, with matrices,
-their gradients and their optimizer state also split over `dp` (FSDP, ZeRO-3); layers gather weights when needed.
+"""What inserts the collectives.
+
+`shard_map`: the code of the model. `auto`: XLA's partitioner. `fsdp`: XLA's partitioner; matrices, their gradients and
+their optimizer state are also split over `dp` (FSDP, ZeRO-3), and layers gather weights when they need them.
 """
-Gradients = Callable[[llama.Params, jax.Array], tuple[jax.Array, llama.Params]]
-"""(parameters, tokens) -> (mean loss, float32 mean gradients)."""
+Gradients = Callable[[llama.Params, jax.Array], tuple[Any, ...]]
+"""A function that maps (parameters, tokens) to (mean loss, mean gradients in float32).
+
+The result may have a third part: a dict of further metrics.
+"""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters in `param_dtype`, the optimizer's state, and the number of finished steps (int32 scalar)."""
+    """The state of training: parameters in `param_dtype`, optimizer state, and number of finished steps (int32)."""
 
     params: llama.Params
     opt_state: optax.OptState
@@ -51,15 +57,16 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A train step, and everything needed to call or compile it.
+    """A train step, and everything that is needed to call or compile it.
 
-    `train_step(state, batch) -> (state, metrics)` is a plain function to be jitted. `metrics` holds the float32 scalars
-    `loss` (nats per token) and `grad_norm`. `batch["tokens"]` is int32 `[microbatches * batch, seq + 1]`, sharded by
-    `batch_sharding`. Micro-batch m is rows m, m + microbatches, ..., for any number of `dp` shards.
+    `train_step(state, batch) -> (state, metrics)` is a plain function, which the caller jits. `metrics` holds the
+    float32 scalars `loss` (nats per token) and `grad_norm`. `batch["tokens"]` is int32 `[microbatches * batch,
+    seq + 1]` with the sharding `batch_sharding`. Micro-batch m has the rows m, m + microbatches, and so on, for any
+    number of `dp` shards.
 
-    Checkpoints store layers in the model's order. A train step that keeps another order sets `to_model_order` and
-    `from_model_order`, which map states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh axes that split
-    embedding and head.
+    Checkpoints store layers in the model's order. If a train step uses another order, `to_model_order` and
+    `from_model_order` convert states. They take states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh
+    axes that split embedding and head. `data` are the mesh axes that split the batch.
     """
 
     config: LlamaConfig
@@ -72,14 +79,15 @@ class Training:
     to_model_order: Callable[[TrainState], TrainState] = lambda state: state
     from_model_order: Callable[[TrainState], TrainState] = lambda state: state
     ends: tuple[str, ...] = ("tp",)
+    data: tuple[str, ...] = ("dp",)
 
     def check_batch(self, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
-        """Checks that `tokens` divide over the mesh.
+        """Checks that rows and sequence length of `tokens` divide over the mesh.
 
         Raises:
-          ValueError: they do not.
+          ValueError: a size is no multiple of the number of shards.
         """
-        _check_batch(self.mesh, self.microbatches, tokens, self.ends)
+        _check_batch(self.mesh, self.microbatches, tokens, self.ends, self.data)
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
@@ -87,11 +95,11 @@ class Training:
         return jax.tree.map(_with_sharding, shapes, self.state_shardings)
 
     def abstract_batch(self, batch: int, seq: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch as `jax.ShapeDtypeStruct`s, `[batch, seq + 1]`.
+        """A batch as `jax.ShapeDtypeStruct`s with shardings, `[batch, seq + 1]`.
 
         Args:
-          batch: rows in total: micro-batches times micro-batch size times dp.
-          seq: sequence length; the preset's if not given.
+          batch: number of rows: micro-batches times micro-batch size times dp.
+          seq: sequence length; default: `config.seq`.
         """
         shape = (batch, (seq or self.config.seq) + 1)
         return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
@@ -104,9 +112,12 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.S
 def accumulate_gradients(
     config: LlamaConfig, parallel: Parallel, microbatches: int, params: llama.Params, rows: jax.Array
 ) -> tuple[jax.Array, llama.Params]:
-    """Mean loss and float32 mean gradients over the micro-batches of `rows [microbatches * batch, seq + 1]`."""
+    """The mean loss and the mean gradients over all micro-batches of `rows [microbatches * batch, seq + 1]`.
+
+    Both are float32.
+    """
     params = llama.cast_params(config, params)
-    # `microbatches` is the minor factor of the rows, so that each micro-batch is spread over all dp shards.
+    # A micro-batch has every microbatches-th row, so that each micro-batch is spread over all dp shards.
     tokens = rows.reshape(-1, microbatches, rows.shape[1]).swapaxes(0, 1)
 
     def micro_batch(carry: tuple[jax.Array, llama.Params], tokens: jax.Array):
@@ -122,12 +133,12 @@ def accumulate_gradients(
 
 
 def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
-    """Loss and gradients under `shard_map`.
+    """A function that computes loss and gradients under `shard_map`.
 
-    `check_vma=False`: with JAX's tracking of replication, JAX would sum the gradient of a replicated parameter over the
-    mesh where it arises. That is an all-reduce over dp and tp in each layer of each micro-batch, unless every parameter
-    is first cast to varying. Without tracking, collectives transpose as `models.parallel` says, and JAX adds no sums.
-    Each device's gradients cover its own tokens, and `reduce_gradients` sums them once per step.
+    `check_vma` is False, because JAX's tracking of replication would cost time. JAX would immediately sum the gradient
+    of a replicated parameter over the mesh: an all-reduce over dp and tp in each layer of each micro-batch, unless
+    every parameter is first cast to varying. Without tracking, collectives transpose as `models.parallel` says, and JAX
+    adds no sums. The gradients of a device then cover its own tokens, and `reduce_gradients` sums them once per step.
     """
     specs = llama.param_specs(config)
 
@@ -139,7 +150,7 @@ def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gra
 
 
 def over_mesh(local: Gradients, mesh: Mesh, specs: llama.Params) -> Gradients:
-    """Runs `local(params, rows) -> (loss, gradients)`, written for one device, under `shard_map`."""
+    """The function `local(params, rows) -> (loss, gradients)`, which computes for one device, under `shard_map`."""
     in_specs, out_specs = (specs, PartitionSpec("dp")), (PartitionSpec(), specs)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -147,26 +158,27 @@ def over_mesh(local: Gradients, mesh: Mesh, specs: llama.Params) -> Gradients:
 def reduce_gradients(
     gradients: llama.Params, specs: llama.Params, model_axes: tuple[str, ...] = ("tp",)
 ) -> llama.Params:
-    """Turns each device's own gradients into those of the mean over `dp`, under `shard_map`.
+    """The gradients of the whole batch, from the gradients that each device has computed. Runs under `shard_map`.
 
-    A parameter that is replicated over one of `model_axes`, such as a norm's weight, has seen only a part of the
-    sequence on each device. So its gradients are also summed over that axis.
+    Gradients are averaged over `dp`. If a parameter is replicated over one of `model_axes`, as the weights of norms
+    are, each device has computed its gradient from a part of the sequence. So these gradients are also summed over that
+    axis.
     """
 
     def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        axes = tuple(axis for axis in model_axes if axis not in _axes_of(spec))
+        axes = tuple(axis for axis in model_axes if axis not in axes_of(spec))
         return lax.pmean(lax.psum(gradient, axes) if axes else gradient, "dp")
 
     return jax.tree.map(reduce, gradients, specs)
 
 
-def _axes_of(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that split an array."""
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that split an array with this spec."""
     return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
 
 
 def _auto_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
-    """Loss and gradients of global arrays; XLA's partitioner inserts the collectives."""
+    """A function that computes loss and gradients from global arrays. XLA's partitioner inserts the collectives."""
 
     def whole(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
         return accumulate_gradients(config, AutoParallel(mesh), microbatches, params, rows)
@@ -181,11 +193,13 @@ def make_train_step(
     microbatches: int,
     sharding: Sharding = "shard_map",
 ) -> Training:
-    """A train step of `config` over `mesh` (axes `dp` and `tp`), with collectives as `sharding` says.
+    """A train step of `config` over `mesh`, which has the axes `dp` and `tp`. `sharding` says what inserts collectives.
 
     Raises:
       ValueError: `sharding` is unknown, or the model does not divide over the mesh.
     """
+    if isinstance(config, MoeConfig):
+        raise ValueError("a mixture of experts has a train step of its own; use dhelix.models.moe.train_step")
     if sharding not in ("shard_map", "auto", "fsdp"):
         raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map', 'auto' or 'fsdp'")
     check_mesh(config, mesh, microbatches)
@@ -200,9 +214,10 @@ def make_train_step(
 
 
 def _over_dp(config: LlamaConfig, specs: llama.Params, params: llama.Params, dp: int) -> llama.Params:
-    """`specs` with each matrix also split over `dp`, along its first unsplit dimension that divides.
+    """`specs`, where each matrix is also split over `dp` if one of its dimensions allows it.
 
-    Never along the layer dimension, because a scan reads one layer after the other.
+    The dimension to split is the first one that is not split yet and that is a multiple of `dp`. The layer dimension is
+    never split, because a scan reads one layer after the other.
     """
 
     def split(path: tuple[Any, ...], spec: PartitionSpec, param: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -226,16 +241,18 @@ def assemble(
     specs: llama.Params,
     initial_params: Callable[[jax.Array], llama.Params],
     ends: tuple[str, ...] = ("tp",),
+    data: tuple[str, ...] = ("dp",),
 ) -> Training:
-    """A `Training` around a function that computes loss and gradients.
+    """A `Training` that uses a given function for loss and gradients.
 
-    The optimizer's update is outside of `shard_map`, so that a global norm is global.
+    The optimizer's update is outside of `shard_map`, so that a global norm covers all devices.
 
     Args:
-      gradients_of: computes loss and gradients.
+      gradients_of: the function that computes loss and gradients.
       specs: how parameters are split.
-      initial_params: makes fresh parameters from a key.
+      initial_params: makes initial parameters from a random key.
       ends: the mesh axes that split embedding and head.
+      data: the mesh axes that split the batch.
     """
 
     def initial_state(key: jax.Array) -> TrainState:
@@ -245,12 +262,13 @@ def assemble(
     shardings = _state_shardings(jax.eval_shape(initial_state, jax.random.key(0)), mesh, optimizer, specs)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _check_batch(mesh, microbatches, batch["tokens"], ends)
-        loss, gradients = gradients_of(state.params, batch["tokens"])
+        _check_batch(mesh, microbatches, batch["tokens"], ends, data)
+        loss, gradients, *more = gradients_of(state.params, batch["tokens"])
         updates, opt_state = optimizer.update(gradients, state.opt_state, _widen(state.params))
         params: Any = optax.apply_updates(state.params, updates)
         new_state = lax.with_sharding_constraint(TrainState(params, opt_state, state.step + 1), shardings)
-        return new_state, {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+        return new_state, metrics | (more[0] if more else {})
 
     return Training(
         config=config,
@@ -259,26 +277,27 @@ def assemble(
         train_step=train_step,
         init=jax.jit(initial_state, out_shardings=shardings),
         state_shardings=shardings,
-        batch_sharding=NamedSharding(mesh, PartitionSpec("dp")),
+        batch_sharding=NamedSharding(mesh, PartitionSpec(data)),
         ends=ends,
+        data=data,
     )
 
 
 def _widen(params: llama.Params) -> llama.Params:
-    """Casts to float32, the gradients' type, so that the optimizer's state is float32 from the first step."""
+    """The parameters in float32, the type of the gradients. So the optimizer's state is float32 from the first step."""
     return jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
 
 
 def _state_shardings(
     state: TrainState, mesh: Mesh, optimizer: optax.GradientTransformation, specs: llama.Params
 ) -> TrainState:
-    """Optimizer state that belongs to a parameter is sharded like the parameter. The rest is replicated."""
+    """The shardings of a state. A parameter's optimizer state is sharded like the parameter, the rest is replicated."""
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     opt_state: Any = optax.tree.map_params(
         optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: replicated
     )
-    # A `TrainState` with shardings in place of arrays.
+    # This `TrainState` has shardings in place of arrays.
     fields: Any = {"params": params, "opt_state": opt_state, "step": replicated}
     return TrainState(**fields)
 
@@ -290,10 +309,13 @@ def check_mesh(
     axes: tuple[str, ...] = ("dp", "tp"),
     ends: tuple[str, ...] = ("tp",),
 ) -> None:
-    """Checks the axes of `mesh`, and that the model divides over them, with its vocabulary over `ends`.
+    """Checks that `mesh` has the axes `axes`, and that the model's sizes divide over them.
+
+    Args:
+      ends: the mesh axes that split the vocabulary.
 
     Raises:
-      ValueError: the axes are others, or a size does not divide.
+      ValueError: the mesh has other axes, or a size is no multiple of the number of shards.
     """
     if tuple(mesh.axis_names) != axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
         quoted = ", ".join(repr(axis) for axis in axes[:-1])
@@ -312,14 +334,18 @@ def check_mesh(
 
 
 def _check_batch(
-    mesh: Mesh, microbatches: int, tokens: jax.Array | jax.ShapeDtypeStruct, ends: tuple[str, ...]
+    mesh: Mesh,
+    microbatches: int,
+    tokens: jax.Array | jax.ShapeDtypeStruct,
+    ends: tuple[str, ...],
+    data: tuple[str, ...],
 ) -> None:
     rows, length = tokens.shape
-    dp = mesh.shape["dp"]
-    if rows % (microbatches * dp):
+    axis, shards = _shards(mesh, data)
+    if rows % (microbatches * shards):
         raise ValueError(
-            f"a batch of {rows} rows is not divisible by {microbatches} micro-batches x dp {dp}; use a multiple of "
-            f"{microbatches * dp} rows"
+            f"a batch of {rows} rows is not divisible by {microbatches} micro-batches x {axis} {shards}; use a "
+            f"multiple of {microbatches * shards} rows"
         )
     axis, shards = _shards(mesh, ends)
     if (length - 1) % shards:
@@ -330,5 +356,5 @@ def _check_batch(
 
 
 def _shards(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, int]:
-    """Mesh axes in words, and the number of shards that they make."""
+    """Words for mesh axes, and the number of shards into which these axes split a dimension."""
     return " x ".join(axes), math.prod(mesh.shape[axis] for axis in axes)

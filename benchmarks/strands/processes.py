@@ -159,7 +159,7 @@ def places(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    nodes = emulated_nodes(setting.nodes, arguments.dp * arguments.tp // setting.nodes, port)
+    nodes = emulated_nodes(setting.nodes, arguments.dp * max(arguments.ep, 1) * arguments.tp // setting.nodes, port)
     return [
         ({"coordinator": n.coordinator, "process": n.process, "devices": n.local_device_ids}, {**base, **n.environment})
         for n in nodes

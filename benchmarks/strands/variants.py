@@ -124,6 +124,10 @@ SETTINGS |= {
 """Under settings `*_even`, collectives' streams lose the priority over compute that XLA gives them by default."""
 
 XLA, OURS, BOUND = "XLA", "ours", "bound"
+_STREAMS = {
+    "xla_gpu_experimental_enable_collective_multi_streaming": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
 _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
@@ -195,6 +199,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("plain, double buffering", options={"xla_gpu_enable_while_loop_double_buffering": True}),
     Variant("plain, pipelined collectives", options=_PIPELINING),
     Variant("plain, PGLE", options=_GUIDED, guided=True),
+    Variant("plain, multi-streaming", options=_STREAMS),
     Variant("plain, O1", options={"optimization_level": "O1"}),
     Variant("plain, no slice fusion", options=_NO_SLICES),
     Variant("plain, overlapped copies", options=_COPIES),

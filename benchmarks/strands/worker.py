@@ -34,8 +34,9 @@ from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
-from dhelix.models import preset
+from dhelix.models import MoeConfig, preset
 from dhelix.models.llama_config import LlamaConfig
+from dhelix.models.moe import train_step as moe_step
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
 from dhelix.passes.evaluation.costs import Costs
@@ -66,7 +67,7 @@ class Worker:
     def __init__(self, options: Namespace) -> None:
         self.options = options
         setting: Setting = SETTINGS[options.setting]
-        per_node = options.dp * options.tp // setting.nodes if setting.nodes > 1 else 0
+        per_node = gpus(options) // setting.nodes if setting.nodes > 1 else 0
         self.setting = replace(setting, gpu=gpu_of(options), gpus_per_node=per_node)
         self.began = time.monotonic()
         self.training = self.make_training()
@@ -286,23 +287,30 @@ def gpu_of(options: Namespace) -> str:
 
 
 def make_training(options: Namespace) -> Training:
-    config = preset(
-        options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled
+    given = {"capacity_factor": options.capacity} if options.capacity else {}
+    config: Any = preset(
+        options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled, **given
     )
     if options.shards:
         config = narrowed(config, options.tp, options.shards)
     nodes = SETTINGS[options.setting].nodes
-    shape = f"1x{nodes}x{options.dp * options.tp // nodes}"
+    shape = f"1x{nodes}x{gpus(options) // nodes}"
     if options.on_paper:
-        mesh = deviceless.mesh({"dp": options.dp, "tp": options.tp}, options.hardware.lower(), shape)
+        axes = {"dp": options.dp, **({"ep": options.ep} if options.ep else {}), "tp": options.tp}
+        mesh = deviceless.mesh(axes, options.hardware.lower(), shape)
     else:
-        mesh = make_mesh(options.dp, options.tp)
-    return make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding)
+        mesh = make_mesh(options.dp, options.tp, ep=options.ep or None)
+    make = moe_step.make_train_step if isinstance(config, MoeConfig) else make_train_step
+    return make(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding)
+
+
+def gpus(options: Namespace) -> int:
+    return options.dp * max(options.ep, 1) * options.tp
 
 
 def rows(options: Namespace) -> int:
     """Number of sequences in a step."""
-    return options.dp * options.microbatches
+    return options.dp * max(options.ep, 1) * options.microbatches
 
 
 def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
@@ -324,16 +332,18 @@ def describe(options: Namespace, training: Training) -> Run:
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
     names += ("dp", "sharding") if options.dp > 1 or options.sharding != "shard_map" else ()
-    gpus = f"{on.gpus} x {on.gpu}, driver {on.driver}"
+    names += ("ep",) if options.ep else ()
+    capacity = {"capacity": training.config.capacity_factor} if isinstance(training.config, MoeConfig) else {}
+    which = f"{on.gpus} x {on.gpu}, driver {on.driver}"
     if options.on_paper:
-        gpus = f"{options.dp * options.tp} x {options.hardware}, on paper"
-    facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
+        which = f"{gpus(options)} x {options.hardware}, on paper"
+    facts = {"gpus": which, "machine": on.machine, "platform": jax.default_backend()}
     return Run(
         on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},
-        workload={name: getattr(options, name) for name in names},
+        workload={name: getattr(options, name) for name in names} | capacity,
         tokens=tokens,
         flops=float(tokens * training.config.flops_per_token(options.seq)),
-        gpus=options.dp * options.tp,
+        gpus=gpus(options),
         peak_flops=known.peak_flops if known else 0.0,
         results=[],
     )

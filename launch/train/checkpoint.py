@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: the state, and the run's configuration as JSON.
+"""Checkpoints of a training run. A checkpoint holds the state, and the run's configuration as JSON.
 
-Orbax writes a step to a temporary folder and renames the folder when it is complete. So a resume never takes an
-interrupted save for a checkpoint. Before it reads arrays, `restore` compares what the checkpoint holds with what the
-run expects.
+Orbax writes a checkpoint to a temporary folder and renames the folder when it is complete. So a run that resumes never
+mistakes an interrupted save for a checkpoint. `restore` first compares the checkpoint's configuration, array shapes and
+array types with those of the run, and then reads the arrays.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from dhelix.errors import DhelixError
 
 Config = Mapping[str, Any]
-"""JSON values by name; nested mappings are compared entry by entry."""
+"""JSON values by name. Two configurations are compared entry by entry, also in nested mappings."""
 
 
 class CheckpointError(DhelixError):
@@ -27,11 +27,11 @@ class CheckpointError(DhelixError):
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder. Use it as a context manager: leaving it waits for pending writes.
+    """The checkpoints of one run in one folder. This is a context manager, whose exit waits for pending writes.
 
     Args:
-      folder: created if it does not exist.
-      config: configuration of the run. A checkpoint with another configuration is refused.
+      folder: the folder; created if it does not exist.
+      config: configuration of the run. `restore` refuses a checkpoint with another configuration.
       keep: how many of the newest checkpoints to keep.
       notes: JSON values that are stored with the configuration and not compared.
     """
@@ -41,7 +41,7 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
         self._config = _plain({"config": config, "notes": notes or {}})
-        logging.getLogger("absl").addFilter(_is_not_orbax)  # Orbax also raises what its threads log
+        logging.getLogger("absl").addFilter(_is_not_orbax)  # Orbax logs errors of its threads and also raises them
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder,
@@ -57,23 +57,23 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for pending writes. After a CheckpointError, further errors are suppressed."""
+        """Waits for pending writes. If the block ended with a CheckpointError, errors of these writes are ignored."""
         failed = kind is not None and issubclass(kind, CheckpointError)
         with contextlib.suppress(Exception) if failed else self._writing():
             self._manager.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns errors of a write, also of an earlier one in the background, into CheckpointError."""
+        """Turns an error of a write into a CheckpointError. The write may be an earlier one in the background."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:  # Orbax passes on the file system library's errors
+        except (OSError, ValueError, RuntimeError) as error:  # Orbax raises the errors of its storage library
             full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
             why = "no space is left on the disk; free some" if full else _first_line(error)[:200]
             raise CheckpointError(f"no checkpoint can be written to {self.folder} ({why}); {self.newest()}") from None
 
     def newest(self) -> str:
-        """Says which checkpoint is the newest complete one. An incomplete one has another kind of name."""
+        """A sentence that names the newest complete checkpoint. The name of a complete checkpoint is a number."""
         whole = [int(path.name) for path in self.folder.glob("*") if path.name.isdecimal()]
         if not whole:
             return f"there is no complete checkpoint in {self.folder}"
@@ -81,11 +81,11 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Number of the newest complete checkpoint, or None."""
+        """The step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
-        """Copies `state` off the devices and writes it in the background."""
+        """Copies `state` to the host, then writes the copy in the background."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(self._config))
         with self._writing():
             self._manager.save(step, args=items, force=True)
@@ -103,10 +103,10 @@ class Checkpoints:
         """Reads the newest checkpoint.
 
         Args:
-          abstract_state: `jax.ShapeDtypeStruct`s with shardings, which may differ from those of the save.
+          abstract_state: the state as `jax.ShapeDtypeStruct`s. Their shardings may differ from the saved ones.
 
         Returns:
-          The checkpoint's step, and its state laid out as `abstract_state`.
+          The checkpoint's step, and its state with the shardings of `abstract_state`.
 
         Raises:
           CheckpointError: there is no checkpoint, it is damaged, its configuration differs, or its arrays have other
@@ -149,7 +149,7 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
 
 
 def _arrays(tree: Any) -> dict[str, str]:
-    """Shape and type of each array by its path: `params.layers.wq` -> `float32[4,128,8,16]`."""
+    """The type and shape of each array, by the array's path: `params.layers.wq` -> `float32[4,128,8,16]`."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {_path(path): _describe(leaf) for path, leaf in leaves if hasattr(leaf, "shape")}
 
@@ -182,7 +182,7 @@ def _flat(config: Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """The configuration as JSON returns it: tuples become lists."""
+    """The configuration as it is after JSON has stored it: tuples become lists."""
     return json.loads(json.dumps(config))
 
 

@@ -1,4 +1,4 @@
-"""`dhelix train`: flags, devices, checkpoints and progress around `dhelix.launch.train.trainer`."""
+"""`dhelix train`: reads the flags, prepares devices and checkpoints, calls `trainer`, and shows the progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dhelix.runtime.step.options import StepOptions
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Trains as the flags say. Returns the exit status. Raises DhelixError."""
+    """Trains as the flags say, and returns the exit status. Raises DhelixError if the training fails."""
     if arguments:
         raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix train --help`")
     chosen: dict[str, Any] = values.flag_values_dict()
@@ -67,7 +67,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _check(chosen: dict[str, Any]) -> None:
-    """Checks flags that need or exclude one another."""
+    """Raises DhelixError if flags exclude one another, or if a flag is missing that another flag needs."""
     if chosen["plain"] and chosen["interleave"]:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
@@ -96,7 +96,7 @@ def _check(chosen: dict[str, Any]) -> None:
 
 
 def _prepare_devices(chosen: dict[str, Any]) -> None:
-    """Does all that must happen before JAX looks for devices."""
+    """Sets everything that must be set before JAX looks for devices."""
     deviceless.prepare_environment()
     if chosen["trace"]:
         without_graphs(os.environ)  # a trace of CUDA graphs names no instructions
@@ -129,7 +129,7 @@ def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose:
 
 
 def summary(report: Report, verbose: bool = False) -> list[str]:
-    """Lines about the outcome of the step and its gain. `verbose` adds a line for each pass that ran, in order."""
+    """Lines about the outcome and the gain of the step. If `verbose`, a line for each pass that ran follows."""
     lines = headline.text(report).splitlines()
     for entry in (entry for entry in report if entry.ran and verbose):
         words = [f"{entry.name}: {entry.outcome}", *entry.summary]
@@ -153,7 +153,7 @@ def _introduce(run: Run, console: Console) -> None:
 
 
 def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
-    """Says that the run resumes, and why its batches may differ from those of an unbroken run."""
+    """Prints from which step the run resumes, and each changed setting that makes its batches differ."""
     before, now = checkpoints.notes(run.first), trainer.batch_notes(run)
     say(console, f"resumed from step {run.first} in {checkpoints.folder}")
     for name in (name for name in now if before.get(name) != now[name]):

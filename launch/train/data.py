@@ -1,7 +1,7 @@
-"""Byte-level text to train on: any file or folder, by default the sources of the Python standard library.
+"""Text to train on, one token per byte: a file, a folder, or by default the sources of Python's standard library.
 
-For given settings, a batch depends on the step's number alone. So a resumed run reads the same batches as an unbroken
-one, and each host reads only the rows that its devices hold.
+For given settings, a batch depends on the step's number alone. So a resumed run reads the same batches as a run without
+an interruption. For the same reason, each host needs to read only the rows that its own devices hold.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding
 from dhelix.errors import DhelixError
 
 VOCABULARY = 256
-"""One token per byte."""
+"""Number of tokens: one for each value of a byte."""
 
-_END = 2**20  # number of bytes that a fingerprint reads at either end
+_END = 2**20  # number of bytes that a fingerprint reads at each end of the text
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -30,14 +30,14 @@ class DataError(DhelixError):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text as one array of bytes, uint8 `[size]`. `name` says where it comes from."""
+    """A text. `tokens` are its bytes, uint8 `[size]`. `name` says where the text comes from."""
 
     name: str
     tokens: np.ndarray
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the size and of both ends of the text, to check that a resumed run reads the same text."""
+        """The size and a hash of both ends of the text. A resumed run uses it to check that the text is the same."""
         ends = zlib.crc32(self.tokens[-_END:].data, zlib.crc32(self.tokens[:_END].data))
         return f"{len(self.tokens)}-{ends:08x}"
 
@@ -50,19 +50,19 @@ class Corpus:
             )
 
     def offsets(self, step: int, rows: int, seq: int, seed: int = 0) -> np.ndarray:
-        """Start positions of the rows of batch number `step`: uniform over the text, int64 `[rows]`."""
+        """Positions in the text at which the rows of batch `step` start: int64 `[rows]`, random and uniform."""
         self.check(seq)
         return np.random.default_rng([seed, step]).integers(0, len(self.tokens) - seq, rows)
 
     def batch(self, step: int, rows: int, seq: int, seed: int = 0, part: slice = slice(None)) -> np.ndarray:
-        """The rows `part` of batch number `step`: int32 `[rows, seq + 1]`, inputs and targets overlapping."""
+        """The rows `part` of batch `step`: int32 `[rows, seq + 1]`. Targets are the inputs, shifted by one token."""
         starts = self.offsets(step, rows, seq, seed)[part]
         return self.tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
     def sharded_batch(
         self, step: int, rows: int, seq: int, sharding: NamedSharding, seed: int = 0
     ) -> dict[str, jax.Array]:
-        """`{"tokens": int32 [rows, seq + 1]}` over the devices of `sharding`. A host reads only its own rows."""
+        """Batch `step` as `{"tokens": int32 [rows, seq + 1]}` with this sharding. A host reads only its own rows."""
 
         def local(index: Any) -> np.ndarray:
             return self.batch(step, rows, seq, seed, index[0])[:, index[1]]
@@ -71,9 +71,12 @@ class Corpus:
 
 
 def load(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """Loads a file, or all files of a folder in the order of their paths. None: the standard library's sources.
+    """Loads a file, or all files of a folder in the order of their paths.
 
     A single file is memory-mapped. In a folder, hidden files and folders are skipped.
+
+    Args:
+      path: the file or folder; None: the sources of Python's standard library.
 
     Raises:
       DataError: the text does not exist, cannot be read, or is empty.
@@ -90,7 +93,7 @@ def load(path: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Regular files below `folder` that are not hidden, sorted by relative path: the same order on every host."""
+    """Regular files below `folder` that are not hidden. They are sorted by relative path, alike on every host."""
     files = [
         file
         for file in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""The flags of `dhelix train`, and the text that `--help` prints above them. Imports no jax."""
+"""The flags of `dhelix train`, and the text that `--help` prints above them. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Trains a Llama model on the bytes of a text. Micro-batches are interleaved as tw
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags on `values`."""
+    """Defines all flags of `dhelix train` on `values`."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values)
     real = functools.partial(flags.DEFINE_float, lower_bound=0.0, flag_values=values)
     text = functools.partial(flags.DEFINE_string, flag_values=values)

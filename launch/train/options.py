@@ -1,4 +1,4 @@
-"""What to train and how, as data. Imports nothing heavy, because `dhelix train --help` needs it."""
+"""The options of `dhelix train` as data. This module imports nothing slow, because `dhelix train --help` needs it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dhelix.runtime.step.options import StepOptions
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to train and how; the flags of `dhelix train` by name.
+    """Which model to train, and how. Each field except `step` has the name of its flag of `dhelix train`.
 
-    None leaves a choice to the preset, or to the number of devices.
+    A field that is None gets its value from the preset, or from the number of devices.
 
     Attributes:
-      batch: sequences of one optimizer step: micro-batches x micro-batch size x dp.
+      batch: number of sequences in one optimizer step: micro-batches x micro-batch size x dp.
       step: how micro-batches are interleaved.
     """
 
@@ -47,6 +47,6 @@ class Options:
     peak_tflops: float | None = None
 
     def said(self) -> dict[str, Any]:
-        """All fields but `step`, as JSON values for `Options(**said)`."""
+        """All fields except `step`, as JSON values by name. `Options(**values)` makes equal options from them."""
         fields = (field.name for field in dataclasses.fields(self) if field.name != "step")
         return {name: getattr(self, name) for name in fields}

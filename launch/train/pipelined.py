@@ -5,25 +5,28 @@
     state = training.init(jax.random.key(0))
     state, metrics = step(state, batch)
 
-The model file does not change. Each device holds the layers of its stage's chunks, [chunks of the stage, layers of a
-chunk, ...]. The optimizer works on the folded state (`runtime.pipeline.folded_state`). Checkpoints hold the model's own
-order, so a run may resume with another number of stages.
+The model's code does not change. Each device holds the layers of its stage's chunks, as arrays [chunks of the stage,
+layers of a chunk, ...]. The optimizer works on this folded state (`runtime.pipeline.folded_state`). Checkpoints hold
+layers in the model's own order, so a run may resume with another number of stages.
+
+Embedding and head are the *ends* of the model. Stages either share the ends, or hold ends of their own:
 
     embedding, head    split over    computed by                                          default for
     shared ends        tp and pp     all stages, each its part of the vocabulary          lockstep with "shard_map"
     own ends           tp            only the stage of the first or of the last chunk     other schedules; "auto"
 
-Shared ends give all stages equal work, but all stages must compute an end together. This slows 1F1B down, because at
-that time some of its stages go forward and others backward (docs/design/pipelines.md). Own ends are stored on every
-stage, since all stages run one program.
+Shared ends give all stages equal work, but all stages must compute an end together. This slows 1F1B down, because some
+of its stages go forward while others go backward (docs/design/pipelines.md). Own ends are stored on every stage,
+because all stages run one program.
 
-`sharding="shard_map"`: one `shard_map` over pp, dp and tp. `value_and_grad` returns the gradients of the device's own
-work. They are summed once per step, over the axes that a parameter is replicated over.
+With `sharding="shard_map"`, one `shard_map` covers pp, dp and tp. `value_and_grad` returns the gradients of the
+device's own work. Once per step, the gradients of a parameter are summed over the axes over which the parameter is
+replicated.
 
-`sharding="auto"`: `value_and_grad` makes a `shard_map` over pp alone. Inside it, XLA's partitioner inserts the
-collectives of dp and tp. So gradients are summed over dp where they arise: in each layer of each micro-batch.
+With `sharding="auto"`, `value_and_grad` makes a `shard_map` over pp alone. Inside this `shard_map`, XLA's partitioner
+inserts the collectives of dp and tp. So gradients are summed over dp in each layer of each micro-batch.
 
-Model folding: DHelix section 4.1 (arXiv 2411.15871).
+Model folding is described in DHelix section 4.1 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ AXIS = "pp"
 class PipelinedTraining(Training):
     """A `Training` whose `train_step` must run in `strand_interleave(microbatches=..., pipeline=fold)`.
 
-    A step without a pipeline cannot use the folded state.
+    Its state is folded, and a step without a pipeline cannot use a folded state.
     """
 
     fold: Fold = dataclasses.field(kw_only=True)
@@ -71,19 +74,20 @@ def make_pipelined_step(
     shared_ends: bool | None = None,
     sends_beside: bool = False,
 ) -> PipelinedTraining:
-    """A train step of `config` over `mesh` (axes `pp`, `dp` and `tp`), with the layers on the stages that `schedule`
-    says.
+    """A train step of `config` over `mesh`, which has the axes `pp`, `dp` and `tp`.
 
     Args:
-      optimizer: works element by element or with norms; `folded_state` says what padding forbids.
-      schedule, chunks_per_stage, sends_beside: see `Fold`.
+      optimizer: must work element by element or with norms; `folded_state` explains why.
+      schedule: schedule of the pipeline; it decides which layers are on which stage (see `Fold`).
+      chunks_per_stage, sends_beside: see `Fold`.
       sharding: whether collectives of dp and tp are written by hand or made by XLA's partitioner.
-      shared_ends: whether embedding and head are split over `pp`, too. Default: yes for lockstep schedules ("w",
-        "interleaved_si") with "shard_map".
+      shared_ends: whether embedding and head are also split over `pp`. Default: yes for lockstep schedules ("w",
+        "interleaved_si") with "shard_map", else no.
 
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
-      DhelixError: fewer layers than chunks, an unknown schedule, or shared ends or cuDNN's attention with "auto".
+      DhelixError: there are fewer layers than chunks, or the schedule is unknown, or "auto" is combined with shared
+        ends or with cuDNN's attention.
     """
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
@@ -114,7 +118,10 @@ def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
 
 
 def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:
-    """JAX does not partition cuDNN's attention (`custom_partitioning`) if one axis is manual and others are not."""
+    """The implementation of attention. With `sharding="auto"`, it is XLA's.
+
+    JAX cannot partition cuDNN's attention (`custom_partitioning`) if one mesh axis is manual and other axes are not.
+    """
     if sharding == "auto" and config.attention == "cudnn":
         raise DhelixError("attention='cudnn' in a pipeline needs sharding='shard_map'; use that, or attention='xla'")
     return "xla" if sharding == "auto" else resolve_attention(config, mesh.devices.flat[0].platform)
@@ -128,7 +135,10 @@ def _loss(config: LlamaConfig, parallel: Parallel) -> Callable[[llama.Params, ja
 
 
 def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shared_ends: bool) -> Gradients:
-    """Loss and gradients under `shard_map`. `models.train_step` gives the reason for `check_vma=False`."""
+    """A function that computes loss and gradients under `shard_map`.
+
+    `models.train_step` explains why `check_vma` is False.
+    """
     loss_of = _loss(config, ManualParallel(pipeline=AXIS if shared_ends else None))
 
     def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
@@ -139,7 +149,7 @@ def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shar
 
 
 def _initial(config: LlamaConfig, mesh: Mesh, layout: Layout) -> Callable[[jax.Array], llama.Params]:
-    """The same initial values that the model has without a pipeline, folded as they are made."""
+    """A function that makes the initial parameters in folded form. They have the same values as without a pipeline."""
     move = Move(layout, mesh, AXIS, fold=True)
     specs = llama.param_specs(config)["layers"]
 

@@ -1,7 +1,8 @@
-"""Flags that several commands share: which train step, and how it is interleaved.
+"""Flags that several commands share. They describe the train step, and how it is interleaved.
 
-`dhelix train`, `dhelix plan` and `dhelix profile` have the flags of the step. `dhelix train` has a flag for every
-option of `StepOptions` that allows one; `dhelix plan` has those that concern the order.
+`define` defines the flags that describe the step, for `dhelix train`, `dhelix plan` and `dhelix profile`.
+`define_options` defines flags for options of `StepOptions`. `dhelix train` has a flag for every option that allows a
+flag. `dhelix plan` has only the flags that concern the order of operators.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from dhelix.launch.train.options import Options
-from dhelix.models.llama_config import PRESETS
+from dhelix.models.presets import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
@@ -25,11 +26,11 @@ _NAMES = (
 
 
 def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
-    """Defines the flags of the step on `values`.
+    """Defines the flags that describe the train step on `values`.
 
     Args:
-      preset: default of --preset.
-      mesh: help text for what an empty --mesh means.
+      preset: default of `--preset`.
+      mesh: words for the help text: the mesh that an empty `--mesh` stands for.
     """
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
@@ -65,9 +66,10 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
 
 
 def define_options(values: flags.FlagValues, names: Collection[str] | None = None) -> None:
-    """Defines a flag for each option of `StepOptions` that has one, or only for those in `names`.
+    """Defines flags for the options of `StepOptions` that allow a flag. If given, `names` limits them to some options.
 
-    The default None stands for the step's own default, so that a command can tell which flags were given.
+    Every flag has the default None, so that a command can tell which flags were given. For an option whose flag was not
+    given, the step uses the default of `StepOptions`.
     """
     for name, flag in step_options.flags().items():
         if names is not None and name not in names:
@@ -83,10 +85,10 @@ def define_options(values: flags.FlagValues, names: Collection[str] | None = Non
 
 
 def given(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The step's options whose flags were given."""
+    """The options of `StepOptions` whose flags were given, by name."""
     return {name: chosen[name] for name in step_options.flags() if chosen.get(name) is not None}
 
 
 def options(chosen: Mapping[str, Any], plain: bool = False) -> Options:
-    """The options of the step that the flags choose."""
+    """The `Options` of the step that the flags describe."""
     return Options(**{name: chosen[name] for name in _NAMES}, plain=plain)

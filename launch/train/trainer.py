@@ -1,7 +1,7 @@
 """Trains a Llama on text, for `dhelix train` and the demo.
 
-The model and the passes know nothing of each other. `make_step` joins them: it gives the plain train step to `jax.jit`
-or to `interleaved`.
+The model's code does not depend on the passes, nor the passes on the model. `make_step` joins both: it gives the plain
+train step to `jax.jit` or to `interleaved`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from dhelix.launch.train import data
 from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.train.options import Options
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.models import LlamaConfig, MoeConfig, Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.models.moe import train_step as moe_step
 from dhelix.passes.framework.report import Report
 from dhelix.profiles import hardware
 from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 
-# A checkpoint's arrays and their meaning depend on these; the rest of a configuration may change on resume.
+# A checkpoint's arrays and their meaning depend on these fields. Other fields may change when a run resumes.
 _MODEL_FIELDS = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_factor",
     "norm_eps", "tie_embeddings", "param_dtype", "scan_layers",
 )  # fmt: skip
+_EXPERT_FIELDS = ("experts", "chosen", "shared", "normalise")
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One optimizer step.
+    """The results of one optimizer step.
 
     Attributes:
-      number: counted from 1.
+      number: the step's number, counted from 1.
       loss: mean loss, in nats per token.
       seconds: how long the step took.
     """
@@ -56,11 +58,11 @@ class Step:
 
 @dataclasses.dataclass
 class Run:
-    """A train step with its state and its text.
+    """A training run: the train step, its state and its text.
 
     Attributes:
-      batch: sequences per step.
-      state: None until `start` makes or restores it.
+      batch: number of sequences per step.
+      state: the train state; None until `start` makes or restores the state.
       first: number of steps that were taken before this run.
     """
 
@@ -86,13 +88,13 @@ class Run:
         return self.corpus.sharded_batch(number, self.batch, self.seq, sharding, self.options.seed)
 
     def report(self) -> Report | None:
-        """What the passes did; None for a plain run."""
+        """The report of the passes; None for a plain run."""
         if self.options.plain:
             return None
         return self.step.report(self.training.abstract_state(), self.training.abstract_batch(self.batch))  # type: ignore
 
     def take_steps(self) -> Iterator[Step]:
-        """Takes the remaining steps one by one. Raises DhelixError if the loss is not finite."""
+        """Takes the remaining steps one by one and yields their results. Raises DhelixError if a loss is not finite."""
         for number in range(self.first, self.options.steps):
             tokens = self.tokens(number)
             begun = time.perf_counter()
@@ -104,14 +106,14 @@ class Run:
             yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun)
 
     def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """The profiler around the last step, if `trace` is set."""
+        """A context that records a profiler trace if `trace` is set and step `number` is the last one."""
         if self.options.trace is None or number + 1 < self.options.steps:
             return contextlib.nullcontext()
         return jax.profiler.trace(self.options.trace)
 
 
 def prepare(options: Options) -> Run:
-    """Makes a run without its state. Raises DhelixError if options do not fit each other or the devices."""
+    """Makes a run without its state. Raises DhelixError if the options contradict each other or need other devices."""
     config = configuration(options)
     if config.vocab < data.VOCABULARY:
         raise DhelixError(
@@ -124,21 +126,22 @@ def prepare(options: Options) -> Run:
 
 
 def configuration(options: Options) -> LlamaConfig:
-    """The model. Raises DhelixError if options do not fit each other."""
+    """The configuration of the model. Raises DhelixError if the options contradict each other."""
     given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
     return _valid(lambda: preset(options.preset, options.layers, **given))
 
 
 def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any]) -> tuple[Training, int]:
-    """The plain train step on a mesh over the first of `devices`, and its batch size in sequences.
+    """The plain train step, on a mesh of as many of `devices` as it needs, and its batch size in sequences.
 
     Raises:
-      DhelixError: options do not fit each other or the devices.
+      DhelixError: the options contradict each other or need other devices.
     """
-    dp, tp = _mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp)
-    mesh = _valid(lambda: make_mesh(dp, tp, devices, options.pp))
+    experts = config.experts if isinstance(config, MoeConfig) else 0
+    axes = _mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp, experts)
+    mesh = _valid(lambda: make_mesh(axes["dp"], axes["tp"], devices, options.pp, axes.get("ep")))
     training = _valid(lambda: _training(options, config, mesh))
-    batch = options.batch or options.microbatches * dp
+    batch = options.batch or options.microbatches * axes["dp"] * axes.get("ep", 1)
     _valid(lambda: training.check_batch(training.abstract_batch(batch)["tokens"]))
     return training, batch
 
@@ -152,7 +155,10 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
         }
         for name in (name for name, needless in given.items() if needless):
             raise DhelixError(f"--{name} needs --pp; give the number of stages")
-        return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
+        make: Any = moe_step.make_train_step if isinstance(config, MoeConfig) else make_train_step
+        return make(config, mesh, optimizer(options), options.microbatches, options.sharding)
+    if isinstance(config, MoeConfig):
+        raise DhelixError(f"--pp does not support the experts of {options.preset}; leave --pp out")
     return make_pipelined_step(
         config,
         mesh,
@@ -166,13 +172,13 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
 
 
 def make_step(training: Training, plain: bool, options: StepOptions | None = None) -> Any:
-    """The train step to call: as it was written, or interleaved. Both donate the state.
+    """The train step that a run calls. It is under `jax.jit` if `plain`, else interleaved. It donates the state.
 
-    A pipeline always goes through `interleaved`, since only its schedule says how its stages work together. If it is
-    `plain`, no passes run, and the order is left to XLA.
+    A pipeline is always made by `interleaved`, because `jax.jit` alone would not run its schedule. If a pipeline is
+    `plain`, no passes run, and XLA chooses the order of operators.
 
     Raises:
-      DhelixError: invalid options, such as a `plan` that is none.
+      DhelixError: an option is invalid. For example, the file in `plan` is no plan.
     """
     options = options or StepOptions()
     if isinstance(training, PipelinedTraining):
@@ -184,7 +190,7 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW with gradient clipping, a linear warm-up, and a cosine decay to a tenth of the learning rate."""
+    """AdamW with gradient clipping. The learning rate warms up linearly, then decays by a cosine to a tenth."""
     warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, options.lr, warmup, max(options.steps, warmup + 1), 0.1 * options.lr
@@ -193,10 +199,10 @@ def optimizer(options: Options) -> optax.GradientTransformation:
 
 
 def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
-    """Gives `run` its state: a new one, or with `resume` the newest checkpoint's.
+    """Gives `run` its state: a new one, or, with the option `resume`, the state of the newest checkpoint.
 
     Raises:
-      DhelixError: the folder's checkpoints do not fit the options.
+      DhelixError: the checkpoints in the folder do not fit the options.
     """
     if checkpoints is None:
         run.state = run.training.init(jax.random.key(run.options.seed))
@@ -216,8 +222,11 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
 
 
 def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
-    """Step and state of the newest checkpoint. If its preset differs, the error names the presets instead of the
-    first difference.
+    """The step and the state of the newest checkpoint.
+
+    Raises:
+      DhelixError: the checkpoint belongs to another preset; the message names both presets.
+      CheckpointError: see `Checkpoints.restore`.
     """
     try:
         step, stored = checkpoints.restore(run.training.to_model_order(run.training.abstract_state()))
@@ -238,13 +247,13 @@ def train(
     checkpoints: Checkpoints | None = None,
     on_step: Callable[[list[Step]], None] = lambda steps: None,
 ) -> list[Step]:
-    """Takes the remaining steps, and saves checkpoints on the way and at the end.
+    """Takes the remaining steps. Saves a checkpoint every `save_every` steps and at the end.
 
     Args:
-      on_step: called after each step with all steps so far.
+      on_step: called after each step with the results of all steps so far.
 
     Returns:
-      The steps, with their losses and times.
+      The results of all steps.
     """
     options, steps = run.options, []
     for step in run.take_steps():
@@ -257,15 +266,15 @@ def train(
 
 
 def step_seconds(steps: list[Step]) -> float:
-    """Median step time. Leaves out the first step, which compiles, unless it is the only one."""
+    """The median step time. The first step does not count unless it is the only one, because it compiles."""
     return statistics.median(step.seconds for step in steps[1:] or steps)
 
 
 def utilization(run: Run, seconds: float) -> float | None:
-    """MFU of a step that takes `seconds`: the model's operations over what all devices could do in that time.
+    """MFU of a step that takes `seconds`: the model's FLOPs divided by the peak FLOPs of all devices in that time.
 
-    Attention counts in full, not halved for the causal mask. None if the devices' peak is unknown and `peak_tflops` is
-    not set.
+    Attention counts in full, not halved for the causal mask. The result is None if the peak of the devices is unknown
+    and `peak_tflops` is not set.
     """
     peak = run.options.peak_tflops and run.options.peak_tflops * 1e12
     kind = run.training.mesh.devices.flat[0].device_kind
@@ -278,14 +287,14 @@ def utilization(run: Run, seconds: float) -> float | None:
 
 
 def speed(run: Run, steps: list[Step]) -> tuple[str, ...]:
-    """Tokens per second and MFU over the latest steps, in words."""
+    """Tokens per second and MFU of the latest 20 steps, in words. MFU is left out if it is unknown."""
     seconds = step_seconds(steps[-20:] if len(steps) > 20 else steps)
     mfu = utilization(run, seconds)
     return f"{run.tokens_per_step / seconds:,.0f} tokens/s", *([] if mfu is None else [f"MFU {mfu:.1%}"])
 
 
 def results(run: Run, steps: list[Step]) -> dict[str, Any]:
-    """All results of a run as JSON values. The first step's time contains compilation."""
+    """All results of a run as JSON values. The time of the first step includes the compilation."""
     seconds = step_seconds(steps)
     report = run.report()
     return {
@@ -305,52 +314,64 @@ def results(run: Run, steps: list[Step]) -> dict[str, Any]:
 
 
 def _said(options: Options) -> dict[str, Any]:
-    """Options by their flags' names, as JSON values."""
+    """All options as JSON values, by the names of their flags."""
     return options.said() | {name: getattr(options.step, name) for name in step_options.flags()}
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """The configuration that a checkpoint must share with this run."""
-    return {"model": {name: getattr(run.training.config, name) for name in _MODEL_FIELDS}}
+    """The part of the configuration that must be equal in a checkpoint and in the run that resumes from it."""
+    config = run.training.config
+    fields = (*_MODEL_FIELDS, *(_EXPERT_FIELDS if isinstance(config, MoeConfig) else ()))
+    return {"model": {name: getattr(config, name) for name in fields}}
 
 
 def notes(run: Run) -> dict[str, Any]:
-    """Values that are stored with a checkpoint for messages alone."""
+    """Values that a checkpoint stores only so that messages can name them."""
     return {"preset": run.options.preset, **batch_notes(run)}
 
 
 def batch_notes(run: Run) -> dict[str, Any]:
-    """The values that determine the batches. If one changes on resume, the user gets a note."""
+    """The values that determine the batches. If a value has changed when a run resumes, the user gets a note."""
     return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
 
 
-def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1) -> tuple[int, int]:
-    """(dp, tp) of `dp=2,tp=4`, on each of `pp` stages.
+def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1, experts: int = 0) -> dict[str, int]:
+    """The sizes of the axes dp and tp on each of `pp` stages, from a text such as `dp=2,tp=4`; with experts, also ep.
 
-    An axis that is left out takes the remaining devices. Without both, tp is the largest size that divides the devices
-    of a stage and the key-value heads.
+    If the text leaves out dp or tp, this axis takes the remaining devices. If it leaves out both, dp takes them. If it
+    leaves out ep, ep is 1. If the text is empty, one axis gets the largest possible size. Without experts, this axis is
+    tp, whose size must divide the devices of a stage and the key-value heads. With experts, this axis is ep, whose size
+    must divide the devices and the experts.
     """
+    names = ("dp", "ep", "tp") if experts else ("dp", "tp")
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
-        if name not in ("dp", "tp") or name in axes or not size.isdecimal() or int(size) < 1:
-            more = "; the number of pipeline stages is --pp" if name == "pp" else ""
+        if name not in names or name in axes or not size.isdecimal() or int(size) < 1:
+            more = {"pp": "; the number of pipeline stages is --pp", "ep": "; ep is for models with experts"}
+            example = "dp=2,ep=4,tp=1" if experts else "dp=2,tp=4"
             raise DhelixError(
-                f"--mesh {text} is not valid; give sizes of the axes dp and tp, for example dp=2,tp=4{more}"
+                f"--mesh {text} is not valid; give sizes of the axes {', '.join(names[:-1])} and {names[-1]}, for "
+                f"example {example}{more.get(name, '')}"
             )
         axes[name] = int(size)
     if devices % pp and len(axes) < 2:
         raise DhelixError(f"--pp {pp} does not divide the {devices} devices; give a number that does")
     of_stage = devices // pp
-    if not axes:
+    if not axes and experts:
+        axes["ep"] = math.gcd(of_stage, experts)
+    elif not axes:
         axes["tp"] = math.gcd(of_stage, kv_heads)
-    dp = axes.get("dp", max(1, of_stage // axes.get("tp", 1)))
-    tp = axes.get("tp", max(1, of_stage // dp))
-    if dp * tp > of_stage or (dp * tp < of_stage and jax.process_count() > 1):
+    rest = max(1, of_stage // axes.get("ep", 1))
+    dp = axes.get("dp", max(1, rest // axes.get("tp", 1)))
+    tp = axes.get("tp", max(1, rest // dp))
+    found = {"dp": dp, **({"ep": axes.get("ep", 1)} if experts else {}), "tp": tp}
+    size = math.prod(found.values())
+    if size > of_stage or (size < of_stage and jax.process_count() > 1):
         more = "" if jax.process_count() > 1 else "; to try it out on N CPU devices, give --cpu_devices N"
-        mesh = f"{f'pp {pp} x ' if pp > 1 else ''}dp {dp} x tp {tp}"
-        raise DhelixError(f"a mesh of {mesh} needs {pp * dp * tp} devices, but there are {devices}{more}")
-    return dp, tp
+        mesh = " x ".join(f"{name} {extent}" for name, extent in (({"pp": pp} if pp > 1 else {}) | found).items())
+        raise DhelixError(f"a mesh of {mesh} needs {pp * size} devices, but there are {devices}{more}")
+    return found
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -358,7 +379,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _valid(make: Callable[[], Any]) -> Any:
-    """Calls `make`, and turns the models' ValueError into a DhelixError with the same message."""
+    """The result of `make()`. A ValueError of the models becomes a DhelixError with the same message."""
     try:
         return make()
     except ValueError as error:

@@ -211,7 +211,7 @@ class Report:
             console.print("(print(verbose=True) adds times, instructions and all facts)", style="dim", highlight=False)
         else:
             console.print(
-                f"fingerprint of {self.module} after all passes: {self.fingerprint}", style="dim", highlight=False
+                f"fingerprint of the inputs of {self.module}: {self.fingerprint}", style="dim", highlight=False
             )
 
 

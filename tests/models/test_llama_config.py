@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import pytest
 
-from dhelix.models import PRESETS, LlamaConfig, preset
+from dhelix.models import LlamaConfig, preset
 from dhelix.models.llama import init_params
+from dhelix.models.llama_config import LLAMA_PRESETS
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LLAMA_PRESETS)
 @pytest.mark.parametrize("overrides", [{}, {"tie_embeddings": True}, {"scan_layers": False, "layers": 3}])
 def test_parameter_count_is_that_of_the_arrays(name: str, overrides: dict[str, Any]) -> None:
     config = preset(name, **overrides)

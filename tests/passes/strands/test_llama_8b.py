@@ -7,7 +7,7 @@ import jax
 import optax
 import pytest
 
-from dhelix.models.llama_config import preset
+from dhelix.models import preset
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import make_train_step
 from dhelix.passes.framework.manager import PassManager, Stage

@@ -1,0 +1,102 @@
+"""Sizes of mixture-of-experts models: the configuration, its presets, and counts of parameters and FLOPs."""
+
+import dataclasses
+import math
+from types import MappingProxyType
+
+from dhelix.models.llama_config import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig(LlamaConfig):
+    """A decoder whose feed-forward networks are experts. Each token goes to some of them.
+
+    `ffn` is the hidden size of one expert. Attention, norms, precision and loops are those of `LlamaConfig`.
+
+    Attributes:
+      experts: number of routed experts in a layer.
+      chosen: experts that compute each token (top-k).
+      shared: width of the experts that compute every token, as a number of routed experts; 0 for none.
+      capacity_factor: rows of an expert, relative to a perfectly balanced load. An expert drops what exceeds its rows.
+      normalise: whether the weights of a token's experts are scaled to a sum of 1.
+      balance_weight: weight of the load-balancing loss.
+      z_weight: weight of the router's z-loss.
+    """
+
+    experts: int = 16
+    chosen: int = 2
+    shared: int = 0
+    capacity_factor: float = 1.25
+    normalise: bool = True
+    balance_weight: float = 0.01
+    z_weight: float = 0.001
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(f"{self.chosen} of {self.experts} experts cannot be chosen; use 1 to {self.experts}")
+        if self.capacity_factor <= 0.0:
+            raise ValueError(f"capacity_factor is {self.capacity_factor}; give a number above 0, such as 1.25")
+
+    def capacity(self, tokens: int) -> int:
+        """Rows of each expert for `tokens` that one device routes: a multiple of 8, or less for few tokens.
+
+        Raises:
+          ValueError: the capacity is below one token.
+        """
+        rows = self.capacity_factor * tokens * self.chosen / self.experts
+        if rows < 1.0:
+            raise ValueError(
+                f"an expert has room for {rows:.2f} of {tokens} tokens; use more tokens for each device, or a larger "
+                "capacity_factor"
+            )
+        return min(math.ceil(rows / 8) * 8 if rows >= 8 else math.ceil(rows), tokens)
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, with all experts. A tied embedding counts once."""
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Parameters that compute one token: those of its chosen and shared experts, and all others."""
+        return self._parameters(self.chosen)
+
+    def _parameters(self, experts: int) -> int:
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        expert = 3 * self.hidden * self.ffn
+        layer = attention + self.hidden * self.experts + (experts + self.shared) * expert + 2 * self.hidden
+        tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden
+        return tables + self.layers * layer + self.hidden
+
+    def flops_per_token(self, seq: int | None = None) -> int:
+        """As `LlamaConfig.flops_per_token`, for chosen and shared experts only. Dropped tokens count as computed."""
+        lookup = 0 if self.tie_embeddings else self.vocab * self.hidden
+        scores = 12 * self.layers * self.heads * self.head_dim * (seq or self.seq)
+        return 6 * (self.active_parameter_count - lookup) + scores
+
+
+_PHI = MoeConfig(
+    vocab=32_064, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=6400, seq=4096, rope_theta=10_000.0,
+)  # fmt: skip
+
+# Phi: the sizes of Phi-3.5-MoE-instruct (microsoft/Phi-3.5-MoE-instruct, config.json), with other numbers of layers for
+# the 31B and 16B models of the DHelix paper (arXiv 2411.15871, table 6). OLMoE-1B-7B-0924 and deepseek-moe-16b-base are
+# their configurations; DeepSeek's first layer is dense in the original, and has experts here.
+MOE_PRESETS = MappingProxyType({
+    "phi-moe-demo": MoeConfig(
+        vocab=256, hidden=128, layers=4, heads=8, kv_heads=4, head_dim=16, ffn=192, seq=128, experts=8,
+        rope_theta=10_000.0, dtype="float32", param_dtype="float32",
+    ),
+    "phi-moe-16b": dataclasses.replace(_PHI, layers=12),
+    "phi-moe-31b": dataclasses.replace(_PHI, layers=24),
+    "phi-moe-42b": _PHI,
+    "olmoe-1b-7b": MoeConfig(
+        vocab=50_304, hidden=2048, layers=16, heads=16, kv_heads=16, ffn=1024, seq=4096, rope_theta=10_000.0,
+        experts=64, chosen=8, normalise=False,
+    ),
+    "deepseek-moe-16b": MoeConfig(
+        vocab=102_400, hidden=2048, layers=28, heads=16, kv_heads=16, ffn=1408, seq=4096, rope_theta=10_000.0,
+        norm_eps=1e-6, experts=64, chosen=6, shared=2, normalise=False,
+    ),
+})  # fmt: skip

@@ -1,0 +1,104 @@
+"""A plain train step for mixtures of experts, over a mesh of `dp` x `ep` x `tp` devices.
+
+    mesh = make_mesh(dp=1, tp=2, ep=4)
+    training = make_train_step(preset("phi-moe-demo"), mesh, optax.adamw(1e-3), microbatches=4)
+
+Rows of the batch are split over `dp` and `ep`. Experts are split over `ep`. All other parameters are replicated over
+both, and split over `tp` as in `models.train_step`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from dhelix.models import llama
+from dhelix.models.layers import resolve_attention
+from dhelix.models.moe import model
+from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.models.parallel import ManualParallel, Parallel
+from dhelix.models.train_step import Metrics, Sharding, Training, assemble, axes_of, check_mesh
+
+DATA = ("dp", "ep")
+"""The mesh axes that split the batch."""
+
+
+def accumulate_gradients(
+    config: MoeConfig, parallel: Parallel, microbatches: int, params: llama.Params, rows: jax.Array
+) -> tuple[llama.Params, Metrics]:
+    """Float32 mean gradients and mean metrics over the micro-batches of `rows [microbatches * batch, seq + 1]`."""
+    params = llama.cast_params(config, params)
+    tokens = rows.reshape(-1, microbatches, rows.shape[1]).swapaxes(0, 1)
+
+    def micro_batch(carry: tuple[llama.Params, Metrics], tokens: jax.Array):
+        gradients, totals = carry
+        take = jax.grad(model.loss, argnums=1, has_aux=True)
+        new, metrics = take(config, params, tokens[:, :-1], tokens[:, 1:], parallel)
+        gradients = jax.tree.map(lambda accumulated, g: accumulated + g.astype(jnp.float32), gradients, new)
+        return (gradients, jax.tree.map(jnp.add, totals, metrics)), None
+
+    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), params)
+    none = dict.fromkeys(("cross_entropy", *model.AUXILIARY), jnp.float32(0))
+    (gradients, totals), _ = lax.scan(micro_batch, (zeros, none), tokens)
+    return jax.tree.map(lambda value: value / microbatches, (gradients, totals))
+
+
+def reduce_gradients(gradients: llama.Params, specs: llama.Params) -> llama.Params:
+    """Turns each device's own gradients into those of the mean over `dp` and `ep`, under `shard_map`.
+
+    An expert has seen the tokens of its whole `ep` group, so its gradients are sums over `ep` already. A parameter that
+    is replicated over `tp` has seen only a part of the sequence on each device.
+    """
+
+    def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        split = axes_of(spec)
+        summed = tuple(axis for axis in (*DATA, "tp") if axis not in split)
+        devices = lax.axis_size("dp") * lax.axis_size("ep")
+        return lax.psum(gradient, summed) / devices
+
+    return jax.tree.map(reduce, gradients, specs)
+
+
+def make_train_step(
+    config: MoeConfig,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    microbatches: int,
+    sharding: Sharding = "shard_map",
+) -> Training:
+    """A train step of `config` over `mesh` (axes `dp`, `ep` and `tp`), under `shard_map`.
+
+    Its metrics are `loss` (cross-entropy in nats per token plus the weighted routing losses), `grad_norm`,
+    `cross_entropy`, and the means over layers, micro-batches and devices of `balance`, `z` and `dropped` (`Routing`).
+
+    Raises:
+      ValueError: `sharding` is not "shard_map", the mesh has other axes, the model does not divide over it, or layers
+        are not scanned.
+    """
+    if sharding != "shard_map":
+        raise ValueError(f"sharding={sharding!r} is not supported for experts; use 'shard_map'")
+    check_mesh(config, mesh, microbatches, axes=(*DATA, "tp"))
+    if config.experts % mesh.shape["ep"]:
+        raise ValueError(
+            f"experts = {config.experts} is not divisible by ep = {mesh.shape['ep']}; use an ep that divides it"
+        )
+    if not config.scan_layers:
+        raise ValueError("layers with experts are scanned; use scan_layers=True")
+    config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
+    specs = model.param_specs(config)
+    parallel = ManualParallel(experts="ep")
+
+    def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params, Metrics]:
+        gradients, metrics = accumulate_gradients(config, parallel, microbatches, params, rows)
+        metrics = lax.pmean(metrics, (*DATA, "tp"))
+        loss = metrics["cross_entropy"] + config.balance_weight * metrics["balance"] + config.z_weight * metrics["z"]
+        return loss, reduce_gradients(gradients, specs), metrics
+
+    in_specs, out_specs = (specs, PartitionSpec(DATA)), (PartitionSpec(), specs, PartitionSpec())
+    gradients_of = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    initial = functools.partial(model.init_params, config)
+    return assemble(config, mesh, microbatches, optimizer, gradients_of, specs, initial, data=DATA)
