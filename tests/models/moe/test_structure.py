@@ -29,7 +29,7 @@ MESHES = [
 def test_experts_become_strands(axes: dict[str, int], tmp_path: Path) -> None:
     """On several nodes of 8 GPUs, the all-to-alls over `ep` run on a stream beside the collectives over `tp`."""
     training = make_train_step(WIDE, deviceless.mesh(axes), optax.sgd(0.1), 4)
-    options = deviceless.COMPILER_OPTIONS | {"xla_dump_to": str(tmp_path)}
+    options = {**deviceless.COMPILER_OPTIONS, "xla_dump_to": str(tmp_path)}
     step = strand_interleave(training.train_step, donate_argnums=0, strict=True, compiler_options=options)
     arguments = training.abstract_state(), training.abstract_batch(4 * axes["dp"] * axes["ep"])
     found = step.report(*arguments)
