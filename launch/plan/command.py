@@ -212,7 +212,7 @@ def _candidates(
     work: _Work,
     console: Console,
 ) -> list[Candidate]:
-    """The plans that `find` makes for `programs`, without programs that have no plan within the memory limit.
+    """The plans that `find` makes for `programs`. Programs that have no plan within the memory limit are left out.
 
     Raises:
       OverLimitError: no program has a plan within the limit. The error names the smallest sufficient limit.

@@ -177,7 +177,9 @@ def _settings(view: PlanView) -> Table:
     if "by layer" in structure:
         table.caption += "; by layer: gradients are reduced layer by layer, chosen if 0.5 % faster"
     if "decomposed" in structure:
-        table.caption += "; decomposed: these collectives become all-to-alls, chosen if 1 % faster"
+        table.caption += (
+            "; decomposed: these collectives are replaced by other kinds; all-to-alls are chosen if 1 % faster"
+        )
     table.caption_justify = "left"
     return table
 

@@ -1,7 +1,8 @@
 """Moves tokens into the rows of their experts, and back.
 
-Both directions gather, forward and backward: a row belongs to at most one choice, so the transpose of a gather is a
-gather along the inverse map. JAX's own transpose would be a scatter-add, which is slow and not deterministic on GPUs.
+`dispatch` and `combine` are gathers, both in the forward and in the backward pass: a row belongs to at most one choice,
+so the transpose of a gather is a gather along the inverse map. JAX's own transpose would be a scatter-add, which is
+slow and not deterministic on GPUs.
 
     dispatch   rows[r] = x[token of choices[r]]                      dx[t]    = sum over k of drows[rows[t, k]]
     combine    y[t] = sum over k of weights[t, k] rows[rows[t, k]]   drows[r] = weight of choices[r] x dy[its token]

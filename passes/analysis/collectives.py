@@ -226,7 +226,8 @@ def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
 def mesh_groups(mesh: Any, axes: Any) -> Groups:
     """Groups of devices that differ only along `axes`.
 
-    An entry of `axes` may be a sub-axis: the factor `size` of a mesh axis, just inside the factor `pre_size`.
+    An entry of `axes` may be a sub-axis, as in Shardy: a mesh axis is split into `pre_size` x `size` x rest, major to
+    minor, and the entry is the factor `size`.
     """
     dimensions: list[int] = []
     taken: list[int] = []

@@ -18,13 +18,13 @@ Contract
               own.
     Leaves    loops in which both strands run, because the other strand's compute hides the reduction there; stacks with
               less than `least` bytes per layer; groups of one device; all-reduces of another shape or type than the
-              stack's. With a note, it also leaves loops in which compute would hide less time than smaller messages
-              cost, according to `model`.
+              stack's. With a note, it also leaves loops in which the time that compute would hide is less than three
+              times the extra cost of smaller messages (according to `model`).
 
-Why it is legal: a slot is final after the iteration that writes it; the loop's proved counter gives the slot of each
-iteration. The all-reduce and the operations before it act on each element alone. All devices reduce the slots in the
-same order, because constants determine the order. Only the order of additions may change, because NCCL's order depends
-on an element's position in the buffer.
+Why it is legal: a slot is final after the iteration that writes it. The loop's counter is proved (`hlo/loops.py`), and
+gives the slot of each iteration. The all-reduce and the operations before it act on each element alone. All devices
+reduce the slots in the same order, because the loop's counter starts and steps by constants. Only the order of
+additions may change, because NCCL's order depends on an element's position in the buffer.
 
 Cost: one all-reduce per layer instead of one for all layers, so the latency counts once per layer. The program contains
 the loop's body once more. Sums over replicas need one more stack; nothing else needs more memory. Gain: in the last

@@ -109,7 +109,8 @@ class Body:
       heads: for each operator, the instruction that stands for it. For a collective, this is the start.
       parts: for each operator, its head and the instructions that travel with it.
       ends: the done of each operator that is an async pair.
-      waits: for each operator, the async pairs whose results it reads, directly or through travelling instructions.
+      waits: for each operator, the async pairs whose results it needs, directly or through instructions that travel
+        with operators.
       before: for each instruction, the instructions that must come before it.
       timed: like `before`, but with dones and instructions that take time only. All others are skipped over.
     """
@@ -341,7 +342,7 @@ class _Maker:
         return found
 
     def _waits(self, ends: Mapping[int, Instruction]) -> tuple[tuple[int, ...], ...]:
-        """For each operator, the pairs whose done it needs, directly or through travelling instructions."""
+        """For each operator, the async pairs whose results it needs, also through instructions that travel with one."""
         marks: dict[Instruction, int | None] = dict.fromkeys(self.heads)
         marks.update((done, number) for number, done in ends.items())
         found = _nearest(self.sequence, self.before, marks)

@@ -55,7 +55,7 @@ class Messages:
 
     @property
     def now(self) -> tuple[Hop, ...]:
-        """The ways of the exchange at the end of the tick."""
+        """The ways of the messages that leave at the end of this tick; empty if the messages are late."""
         return () if self.late else self.ways
 
     def joined(self, other: Messages) -> Messages | None:

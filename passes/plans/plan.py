@@ -3,8 +3,8 @@
     plan = plan_files.load("plan.json")  # `dhelix plan --out plan.json` writes one; people read and edit it
     strand_interleave(plan=plan)         # runs it
 
-    section        says                                                        carried out by
-    target         the GPUs and the launch setting that it was made for        checked where the step is lowered
+    section        says                                                        used by
+    target         the GPUs and the launch setting that it was made for        `Target.compare`, which logs differences
     collectives    which collectives are replaced or split                     passes of `communication/`
     order          which operators run together, their order, its limits       planned_order.py
 
@@ -139,8 +139,8 @@ class CollectivesSection:
 
     Attributes:
       decomposed: collectives that are replaced by collectives of another kind (`exchange.INSTEAD`).
-      row_parts: number of parts of each chain from an all-gather to a reduce-scatter, where one strand runs
-        (`passes/communication/row_partition.py`). With 0, chains stay whole.
+      row_parts: number of parts into which each chain from an all-gather to a reduce-scatter is split, in computations
+        in which only one strand runs (`passes/communication/row_partition.py`). With 0, chains stay whole.
       reduced: 1 if gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`), 0 if they are
         reduced as in the program.
     """

@@ -10,6 +10,9 @@ Before (`strand_skew`, `strand_duplication`):      After:
     F2(M-1), head, B2(M-1)                             B1(M-2) + B2(M-1), head before it
     B1(M-1)                                            B2(M-1)           its last L - 2k layers; B1(M-1)
 
+F1(m) and B1(m) are the forward and the backward pass of micro-batch m through the first k of L layers. F2(m) and B2(m)
+are its passes through the other L - k layers. M is the number of micro-batches, and k is the skew.
+
 Contract
     Consumes  the eight layer loops that `strand_skew` and `strand_duplication` leave before and after the strand loop.
               The pass recognizes these loops by their names.
@@ -17,11 +20,11 @@ Contract
               residual stacks share one buffer, as `activation_sharing` does in the strand loop.
     Leaves    loops that depend on each other, with a note.
 
-Why it is legal: merged loops depend on each other only through gradient accumulators. B1(M-2) and B2(M-1) are an
-example. The proved loop counters show that the two loops change different slots of an accumulator. So each slot gets
-the same additions in the same order.
-Cost: if L > 2k (L layers, skew k), two loops are split once more. XLA takes longer to schedule merged bodies. DHelix
-runs the first and last passes alone (section 4.1, arXiv 2411.15871).
+Why it is legal: merged loops depend on each other only through gradient accumulators. For example, B1(M-2) and
+B2(M-1) add to the same accumulators. The counters of both loops are proved (`hlo/loops.py`). They show that the two
+loops change different slots of an accumulator. So each slot gets the same additions in the same order.
+Cost: if L > 2k, two loops are split once more. XLA takes longer to schedule merged bodies. DHelix runs the first and
+last passes alone (section 4.1, arXiv 2411.15871).
 """
 
 from collections.abc import Iterator

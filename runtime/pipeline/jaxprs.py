@@ -26,7 +26,10 @@ def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """Traces `function` for arguments of these shapes. The result is a function for any mesh of the same devices."""
+    """Traces `function` for arguments of these shapes.
+
+    The result can be called under another mesh of the same devices: shardings in it move to the current mesh.
+    """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure, run = jax.tree.structure(shapes), _runner(jaxpr)
     return lambda *arguments: structure.unflatten(run(*jax.tree.leaves(arguments)))

@@ -105,7 +105,7 @@ def strand_passes(skew: int = 0) -> tuple[Pass, ...]:
 
 
 def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
-    """Returns the passes that replace collectives as a plan says, wherever that is possible."""
+    """Returns passes that replace and split collectives as a plan says. They leave alone what cannot be replaced."""
     reduction = (GradientReduction(),) if planned.reduced else ()
     partition = (RowPartition(parts=planned.row_parts),) if planned.row_parts else ()
     kinds, only = {key.kind for key in planned.decomposed}, planned.decomposed

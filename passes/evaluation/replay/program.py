@@ -313,7 +313,7 @@ class _Writer:
         self._launch(done, f"{start.name.removesuffix('-start')}-done")
 
     def _separate(self) -> None:
-        """Adds an instruction that launches nothing but counts as work to XLA, so the pairs stay asynchronous."""
+        """Adds an instruction that launches nothing. XLA counts it as work, so the pairs stay asynchronous."""
         self._launch(self.builder.make("after-all", Shape(element_type=shapes.TOKEN)), "replay_separator")
 
     def _launch(self, instruction: Instruction, name: str) -> Instruction:

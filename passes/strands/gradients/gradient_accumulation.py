@@ -177,8 +177,9 @@ def _addition(
 def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
     """The addition of `result` to an accumulator; None if there is none.
 
-    If there are several additions, the first one to an element of an earlier tuple counts: the tuple is the state of a
-    loop or of a micro-batch. If there is no addition to such an element, the first addition of all counts.
+    If there are several additions, the first whose other operand is an element of a tuple counts, because such a tuple
+    is the state of a loop or of a micro-batch. If there is no addition to such an element, the first addition of all
+    counts.
     """
     found: _Sum | None = None
     steps: list[Instruction] = []

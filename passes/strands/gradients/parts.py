@@ -282,7 +282,10 @@ class Parts:
         return apart, places, [replicas[axis] for axis in self.axes]
 
     def _joined(self, builder: Builder, made: Instruction, value: Instruction) -> Instruction:
-        """`made` with its replica dimensions joined into one. Sets the shape of `made` if it is a dot."""
+        """`made` with its replica dimensions joined into one.
+
+        If `made` is a dot, first gives it its shape with the replica dimensions, in place.
+        """
         sizes = [self.known.axes[axis] for axis in self.axes]
         if made.opcode == "dot":
             made.proto.shape.CopyFrom(shapes.array(value.shape.element_type, [*sizes, *value.shape.dimensions]))

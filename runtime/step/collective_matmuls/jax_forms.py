@@ -145,7 +145,8 @@ class JaxForms:
       times: measured times, by which "auto" chooses forms. None: with "auto", all collectives stay.
       graphs: whether custom calls become part of CUDA graphs.
       devices: devices of the program, in the order of its partitions.
-      paired: patterns and places of sites whose collectives stay. For example, the other strand's compute hides them.
+      paired: patterns and places of sites whose collectives stay, because they are predicted to cost less, for example
+        under the other strand's compute.
       sources: digest of the source files that make the forms. It is part of the pass's fingerprint, because a compiled
         program depends on these files.
     """

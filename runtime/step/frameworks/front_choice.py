@@ -34,7 +34,7 @@ class Jit(Protocol):
     """The `jit` that a front gives its inner step. It turns the step into a function of arrays that JAX compiles."""
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        """Returns a result of `jax.jit`."""
+        """Jits `function`. Returns a function of arrays, as made by `jax.jit`."""
         ...
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

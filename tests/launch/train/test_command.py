@@ -53,6 +53,7 @@ def test_the_last_step_is_recorded(
     assert "give --steps 2 or more" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = train(capsys, "--plain", "--peak_tflops=0.001")
     interleaved, lines = train(capsys, "--interleave")

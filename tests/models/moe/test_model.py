@@ -63,7 +63,10 @@ def dense_block(config: MoeConfig, weights: dict[str, jax.Array], x: jax.Array) 
     return y
 
 
-@pytest.mark.parametrize(("chosen", "shared", "normalise"), [(1, 0, True), (2, 0, True), (3, 2, False)])
+@pytest.mark.parametrize(
+    ("chosen", "shared", "normalise"),
+    [pytest.param(1, 0, True, marks=pytest.mark.slow), pytest.param(2, 0, True, marks=pytest.mark.slow), (3, 2, False)],
+)
 def test_a_layer_computes_what_all_experts_together_would(chosen: int, shared: int, normalise: bool) -> None:
     config = dataclasses.replace(TINY, chosen=chosen, shared=shared, normalise=normalise, capacity_factor=4.0)
     stacked = model.init_params(config, jax.random.key(1))["layers"]

@@ -11,7 +11,6 @@ from dhelix import strand_interleave
 from dhelix.models.moe.moe_config import MOE_PRESETS
 from dhelix.models.moe.train_step import make_train_step
 from dhelix.runtime.compiler import deviceless
-from dhelix.tests.quick import slow_but
 
 WIDE = dataclasses.replace(
     MOE_PRESETS["phi-moe-42b"], layers=4, vocab=4096, hidden=2048, heads=16, kv_heads=8, ffn=2048, seq=4096
@@ -24,8 +23,9 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("axes", slow_but(MESHES[2:3], MESHES), ids=str)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_experts_become_strands(axes: dict[str, int], tmp_path: Path) -> None:
     """On several nodes of 8 GPUs, the all-to-alls over `ep` run on a stream beside the collectives over `tp`."""
     training = make_train_step(WIDE, deviceless.mesh(axes), optax.sgd(0.1), 4)

@@ -209,6 +209,7 @@ def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> N
     assert not (note.instruction or "").startswith("strand_layers")
 
 
+@pytest.mark.slow
 def test_the_last_backward_of_two_strands() -> None:
     training = make_train_step(preset("llama-demo", 3), make_mesh(4, 2), optax.sgd(0.1, momentum=0.9), 3)
     options = {"xla_backend_optimization_level": 0}  # compiles fast

@@ -155,6 +155,7 @@ def test_an_async_fusion_has_the_key_of_the_fusion() -> None:
     assert key.bytes == 2 * 2 * 4096 * 3584 + 4
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_compiled_steps_of_more_layers_need_no_other_keys_in_their_layer_loops() -> None:
     """XLA may choose other fusions and schedules for each of the two programs, but their keys must be equal."""

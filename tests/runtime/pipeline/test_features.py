@@ -245,6 +245,7 @@ def test_stages_that_must_meet_in_a_layer_do() -> None:
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(split, TOKENS))
 
 
+@pytest.mark.slow
 def test_a_ring_inside_of_a_layer() -> None:
     def ring(p: Any, rows: jax.Array) -> Any:
         def one(x: jax.Array, w: Any) -> tuple[jax.Array, None]:

@@ -65,6 +65,7 @@ def known(monkeypatch: pytest.MonkeyPatch, found: Times) -> None:
     monkeypatch.setattr(collective_matmul_times, "find", lambda hardware, link: found)
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_each_site_is_decided_for_where_it_stands(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that takes 20 times as long as its GEMM is left out everywhere. A form that takes 1.75 times as long is
