@@ -249,7 +249,7 @@ class OrderSearch:
         return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
 
     def improve(self, start: Timed, work: int) -> Order:
-        """The fastest order found from `start`, which fits into memory. `work` limits the effort (`OrderTiming.work`)."""
+        """The fastest order found from `start`, which fits into memory. `work` limits effort (`OrderTiming.work`)."""
         states = States(self.costs, self.limits, _GRAIN * start[0])
         timing = OrderTiming(self.body, states, self.timed, self.parts)
         waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))

@@ -274,7 +274,6 @@ def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024, dep
         ("matmul_all_reduce", {"tp": 2, "dp": 2}, 1024),
         ("matmul_all_reduce", {"tp": 4}, 1024),
         ("matmul_all_reduce", {"tp": 4}, 64),
-        pytest.param("matmul_all_reduce", {"tp": 8}, 2048, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_for_any_axis_of_the_mesh(kind, axes, rows):
