@@ -28,6 +28,8 @@ SMALLER = {
     "dhelix train --cpu_devices 4 --pp 2 --mesh dp=1,tp=2 --steps 3 --pipeline interleaved_si":
     "dhelix train --cpu_devices 4 --pp 2 --mesh dp=1,tp=2 --steps 2 --pipeline interleaved_si --layers 4 --seq 16"
     " --microbatches 3",
+    "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=4,tp=1 --steps 4":
+    "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=4,tp=1 --steps 2 --layers 2 --seq 16",
 }  # fmt: skip
 """Commands that take minutes, and the smaller commands that run instead."""
 
