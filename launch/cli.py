@@ -140,7 +140,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _plain_words(message: str) -> str:
-    """The message with Python's conversion errors in plain words. absl passes these errors on unchanged."""
+    """The message, with Python's conversion errors in plain words. absl passes these errors on unchanged."""
     for pattern, words in _PYTHON_WORDS:
         message = re.sub(pattern, words, message)
     return message

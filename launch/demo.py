@@ -135,7 +135,7 @@ To see what hides each collective:
 
 
 def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Report]:
-    """Trains plain and interleaved, step by step in turn. Both runs have the same initial parameters and batches.
+    """Trains plain and interleaved, one step of each in turn. Both runs have the same initial parameters and batches.
 
     Returns:
       The losses of every step, and the report of the passes.

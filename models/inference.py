@@ -4,9 +4,9 @@
     x [batch, 1, hidden]       -decode_layers-->   x, Cache of one token more            again and again
 
 Inference uses the same layers as training (`layers.py`). Under `shard_map` over `tp`, `parallel` is a `TensorParallel`:
-each device holds the whole residual stream, and heads and the feed-forward's hidden layer are split. Each layer has two
-all-reduces, one after attention and one after the feed-forward. With `collective_matmuls`, each all-reduce is fused
-with the matmul before it (DistFuse, section 3.3).
+each device holds the whole residual stream. The heads and the feed-forward's hidden layer are split over devices. Each
+layer has two all-reduces, one after attention and one after the feed-forward. With `collective_matmuls`, each
+all-reduce is fused with the matmul before it (DistFuse, section 3.3).
 
 The cache has room for `capacity` tokens of each sequence, and holds `length` tokens of each. In memory, the keys of one
 head are contiguous, so the matmul of a library can read them in place.

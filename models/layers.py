@@ -103,7 +103,7 @@ def causal_attention(config: LlamaConfig, query: jax.Array, key: jax.Array, valu
 
 
 def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
-    """The output projection of `out [batch, seq, heads, head_dim]`, which is the output of all heads.
+    """The output projection of `out [batch, seq, heads, head_dim]`, which is the output of this device's heads.
 
     Returns:
       The addend to the residual stream, `[batch, seq / tp, hidden]`.

@@ -207,7 +207,7 @@ def _as_tree(module: Any) -> Any:
 
 
 class Llama(nnx.Module):
-    """The model as an ordinary NNX module. The module holds the parameters, and calls the functions above.
+    """The model as an ordinary NNX module. The module holds the parameters, and calls the functions of this file.
 
     `nnx.split` and `nnx.merge` work as on any module. `nnx.get_partition_spec(nnx.state(model))` returns the shardings.
     To train the model under `jit` over a mesh, pass `parallel=AutoParallel(mesh)`.

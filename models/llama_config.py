@@ -39,7 +39,7 @@ class LlamaConfig:
     remat: str = "none"
     """Rematerialization: `none`, `full`, or the name of a `jax.checkpoint_policies` policy, such as `dots_saveable`."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Implementation of attention. `auto` stands for cuDNN on GPUs in 16-bit precision, and for XLA otherwise."""
+    """Implementation of attention. `auto`: cuDNN in 16-bit precision on GPUs if it supports `head_dim`, else XLA."""
     scan_layers: bool = True
     """Whether the layers are one `lax.scan` over stacked parameters. If not, each layer has its own parameter dict."""
 

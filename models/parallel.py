@@ -108,7 +108,10 @@ class Parallel:
         return x
 
     def to_experts(self, rows: jax.Array) -> jax.Array:
-        """Sends rows of all experts, `[E, C, hidden]`, to the devices that hold these: `[E / ep, ep C, hidden]`."""
+        """Sends the rows of each expert to the device that holds the expert.
+
+        The argument is `[experts, rows, hidden]`, and the result is `[experts / ep, ep * rows, hidden]`.
+        """
         return rows
 
     def from_experts(self, rows: jax.Array) -> jax.Array:
@@ -128,7 +131,7 @@ class Parallel:
         return x
 
     def shard_index(self) -> jax.Array | int:
-        """The number of the vocabulary shard that this device holds."""
+        """The index of the vocabulary shard that this device holds."""
         return 0
 
     @property
@@ -159,11 +162,11 @@ class ManualParallel(Parallel):
     """The exchanges under a `shard_map` over `axis`, as explicit collectives.
 
     All-gather and reduce-scatter are each other's transpose, whether or not `shard_map` tracks replication. `sum` and
-    `max` do not have this property. So only the cross-entropy uses them, whose derivative is written by hand.
+    `max` do not have this property. So only the cross-entropy uses them, because its derivative is written by hand.
 
     Attributes:
       axis: the mesh axis or axes over which arrays are exchanged.
-      pipeline: the mesh axis whose devices hold different layers, if all stages share the ends; see `PipelineEnds`.
+      pipeline: the mesh axis of the pipeline's stages, if all stages share embedding and head (`PipelineEnds`).
       experts: the axis whose devices hold different experts; None if every device holds all.
       collective_matmuls: if given, these functions replace the matmuls of layers and their collectives.
     """

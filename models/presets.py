@@ -1,4 +1,4 @@
-"""Presets of all models, by name. Known without JAX, for the command line."""
+"""Presets of all models, by name. This module does not import JAX, because the flags of commands need the names."""
 
 import dataclasses
 from types import MappingProxyType

@@ -98,7 +98,7 @@ class Training:
         """A batch as `jax.ShapeDtypeStruct`s with shardings, `[batch, seq + 1]`.
 
         Args:
-          batch: number of rows: micro-batches times micro-batch size times dp.
+          batch: number of rows: micro-batches times micro-batch size times dp (times ep with experts).
           seq: sequence length; default: `config.seq`.
         """
         shape = (batch, (seq or self.config.seq) + 1)
@@ -135,10 +135,11 @@ def accumulate_gradients(
 def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
     """A function that computes loss and gradients under `shard_map`.
 
-    `check_vma` is False, because JAX's tracking of replication would cost time. JAX would immediately sum the gradient
-    of a replicated parameter over the mesh: an all-reduce over dp and tp in each layer of each micro-batch, unless
-    every parameter is first cast to varying. Without tracking, collectives transpose as `models.parallel` says, and JAX
-    adds no sums. The gradients of a device then cover its own tokens, and `reduce_gradients` sums them once per step.
+    `check_vma` is False, because JAX's tracking of replication would cost time. With tracking, JAX sums the gradient of
+    a replicated parameter over the mesh at once: an all-reduce over dp and tp in each layer of each micro-batch. To
+    avoid this, every parameter would have to be cast to varying first. Without tracking, collectives transpose as
+    `models.parallel` says, and JAX adds no sums. The gradients of a device then cover its own tokens, and
+    `reduce_gradients` sums them once per step.
     """
     specs = llama.param_specs(config)
 
@@ -150,7 +151,7 @@ def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gra
 
 
 def over_mesh(local: Gradients, mesh: Mesh, specs: llama.Params) -> Gradients:
-    """The function `local(params, rows) -> (loss, gradients)`, which computes for one device, under `shard_map`."""
+    """`local` under `shard_map`. The function `local(params, rows) -> (loss, gradients)` computes for one device."""
     in_specs, out_specs = (specs, PartitionSpec("dp")), (PartitionSpec(), specs)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -291,7 +292,10 @@ def _widen(params: llama.Params) -> llama.Params:
 def _state_shardings(
     state: TrainState, mesh: Mesh, optimizer: optax.GradientTransformation, specs: llama.Params
 ) -> TrainState:
-    """The shardings of a state. A parameter's optimizer state is sharded like the parameter, the rest is replicated."""
+    """The shardings of a state. The optimizer state of a parameter is sharded like the parameter.
+
+    All other state is replicated.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     opt_state: Any = optax.tree.map_params(

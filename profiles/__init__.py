@@ -1,1 +1,1 @@
-"""Times of operators and collectives: descriptions of GPUs, measured profiles and estimates. This code uses no HLO."""
+"""Times of operators and collectives: descriptions of GPUs, measured profiles, and estimates. No module reads HLO."""

@@ -1,11 +1,13 @@
 """Descriptions of GPUs and their networks, for the roofline (`estimates/roofline.py`) and the simulated timeline.
 
-Peaks are the numbers of the vendors. Efficiencies are the fractions of the peaks that well-shaped Transformer operators
-reach. The H200's efficiencies are fitted to measured steps, plain and with two strands. The steps have Llama-8B layer
-shapes and TP = SP = 4. Other GPUs use the same efficiencies, which are guesses until a profile of the GPU is measured.
+Peaks are the numbers of the vendors. Efficiencies are the fractions of the peaks that Transformer operators of
+favourable sizes reach. The H200's efficiencies are fitted to measured steps, plain and with two strands. The steps have
+Llama-8B layer shapes and TP = SP = 4. Other GPUs use the same efficiencies. These are guesses until a profile of the
+GPU is measured.
 
-While a collective runs, compute and the collective slow each other down (to rates of 0.8 and 0.3). Both together take
-only about a tenth less time than one after the other. So the fraction of hidden communication does not measure speed.
+While a collective runs, compute and the collective slow each other down (by default to rates of 0.8 and 0.3). Then both
+together take only about a tenth less time than one after the other. So the fraction of hidden communication does not
+measure speed.
 """
 
 from dataclasses import dataclass, replace
@@ -19,20 +21,22 @@ class Hardware:
       peak_flops: dense bf16 tensor-core operations per second; other types scale by their width.
       memory_bandwidth: bandwidth of device memory.
       memory_bytes: size of device memory.
-      gemm_efficiency, attention_efficiency, memory_efficiency: fraction of the peak that operators reach.
+      gemm_efficiency, attention_efficiency: fraction of `peak_flops` that matrix products and attention reach.
+      memory_efficiency: fraction of `memory_bandwidth` that memory-bound operators reach.
       kernel_seconds: fixed cost of a kernel: launch, ramp-up and ramp-down.
       intra_bandwidth: bus bandwidth (NCCL's busbw) per GPU that a collective reaches inside a node.
       inter_bandwidth: bus bandwidth per GPU that a collective reaches across nodes. A group with k GPUs on each node
         uses k network cards on each node.
-      intra_latency, inter_latency: start-up time of a collective's kernel inside a node and across nodes.
+      intra_latency, inter_latency: start-up time of a collective inside a node and across nodes.
       host_bandwidth: bandwidth of copies between device memory and pinned host memory, in each direction.
-      gpus_per_node: n; devices 0 .. n-1 are node 0, devices n .. 2n-1 are node 1, and so on.
+      gpus_per_node: number n of GPUs in a node. Devices 0 .. n-1 are node 0, devices n .. 2n-1 are node 1, and so on.
       compute_rate: speed of compute while a collective runs; 1 is the speed without a collective.
       communication_rate: speed of a collective while compute runs; 1 is the speed without compute.
       inter_compute_rate, inter_communication_rate: the same two rates for a collective between nodes. Such a collective
-        mostly waits for the network, holds few SMs and loses little (docs/research_log.md, two H100s over sockets).
-      like: name of a GPU with as many cores of the same kind, the same clock and the same links. Its measured times
-        replace missing times of this GPU (`alike`).
+        mostly waits for the network and occupies few SMs. So both slow each other down only a little
+        (docs/research_log.md, two H100s over sockets).
+      like: name of another GPU with the same number and kind of cores, the same clock and the same links. Measured
+        times of the other GPU replace missing times of this GPU (`alike`). Empty if there is no such GPU.
     """
 
     name: str
@@ -65,10 +69,10 @@ class Hardware:
 # NVLink 4 with 18 links has 450 GB/s each way, and NCCL reaches about 330 GB/s. The network has 400 Gb/s per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
 H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9, like="H200")  # SXM; differs from the H200 only in memory
-H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # an H100 whose NVLink has 200 GB/s each way
-# NVLink 5 with 18 links has 900 GB/s each way. NCCL is assumed to reach the same fraction of it as on an H100. The
-# network has 400 Gb/s per GPU. Peaks are for HGX B200 and GB200 NVL72 without sparsity. In a GB200 NVL72, NVLink joins
-# 72 GPUs.
+H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # an H100 with NVLink of 200 GB/s each way
+# NVLink 5 with 18 links has 900 GB/s each way. NCCL is assumed to reach the same fraction of its bandwidth as on an
+# H100. The network has 400 Gb/s per GPU. Peaks are for HGX B200 and GB200 NVL72 without sparsity. In a GB200 NVL72,
+# NVLink joins 72 GPUs.
 B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9)
 GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72)
 # NVLink 3 with 12 links has 300 GB/s each way. The network has 200 Gb/s per GPU (DGX A100, AMSP III-A).
@@ -103,13 +107,13 @@ A10G = replace(A40, name="A10G", peak_flops=70e12, memory_bandwidth=0.6e12, memo
 
 
 def _no_p2p(gpu: Hardware) -> Hardware:
-    """The GPU without peer-to-peer access (`NCCL_P2P_DISABLE=1`). Collectives use host memory, at PCIe speed."""
+    """`gpu` in a server without peer-to-peer access (`NCCL_P2P_DISABLE=1`). Collectives go through host memory."""
     name = f"{gpu.name}-no-p2p"
     return replace(gpu, name=name, intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
 
 def _two_nodes(gpu: Hardware) -> Hardware:
-    """The GPU in a server that emulates two nodes, with loopback sockets between them (docs/research_log.md)."""
+    """`gpu` in a server that emulates two nodes, with loopback sockets between them (docs/research_log.md)."""
     return replace(gpu, name=f"{gpu.name}-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2)
 
 
@@ -123,13 +127,13 @@ _ALL = (
 ALL: dict[str, Hardware] = {h.name: h for h in _ALL}
 
 LINKS = ("nvlink", "no-p2p", "two-nodes")
-"""Names of links, which say how the GPUs of one server reach each other.
+"""Names of links. A link says how the GPUs of one server reach each other.
 
-`nvlink` is NVLink, or another direct link. `no-p2p` means through host memory only (`NCCL_P2P_DISABLE=1`). `two-nodes`
-means over sockets, between two processes that NCCL treats as two nodes.
+`nvlink` is NVLink, or another direct link. With `no-p2p`, they use only host memory (`NCCL_P2P_DISABLE=1`). With
+`two-nodes`, two processes, which NCCL treats as two nodes, use sockets.
 """
 GPUS = sorted(name for name in ALL if not name.endswith(tuple(f"-{link}" for link in LINKS)))
-"""The names in `ALL` that do not end in a link."""
+"""The names in `ALL` that do not end in the name of a link."""
 
 
 def gpu_name(device_kind: str) -> str:
@@ -151,14 +155,14 @@ _VARIANTS = ("pcie", "nvl", "mig")  # words for cards that differ from the descr
 def describe(name: str, link: str = "nvlink", gpus_per_node: int = 0, inter_bandwidth: float = 0.0) -> Hardware:
     """The description of a GPU with a link.
 
-    A GPU without a description, such as `H100-PCIe`, gets the description of the GPU that its first word names. If this
-    word names no described GPU, it gets the description of an H100.
+    If `ALL` does not contain the GPU, such as `H100-PCIe`, the first word of its name counts (`H100`). If `ALL` does
+    not contain this word either, the result is the description of an H100 with the name `name`.
 
     Args:
-      name: a GPU, as `gpu_name` returns it.
+      name: name of a GPU, as `gpu_name` returns it.
       link: one of LINKS.
-      gpus_per_node: 0 keeps the usual node size.
-      inter_bandwidth: bytes per second between nodes; 0 keeps the usual value.
+      gpus_per_node: number of GPUs in a node; 0 stands for the value in `ALL`.
+      inter_bandwidth: bus bandwidth per GPU between nodes, in bytes per second; 0 stands for the value in `ALL`.
     """
     known = ALL.get(f"{name}-{link}") or ALL.get(name)
     found = known or replace(ALL.get(name.partition("-")[0], H100), name=name, like="")

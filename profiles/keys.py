@@ -1,7 +1,7 @@
 """Keys for everything that has a time in a profile: operators, collectives, and pairs.
 
-A key contains what decides the time, and nothing else. Instructions that take the same time share a key, also across
-programs. `dhelix.passes.evaluation.operator_keys` makes keys from HLO instructions. Two keys as text:
+A key contains what decides the time, and nothing else. So equal instructions of different programs have the same key.
+`dhelix.passes.evaluation.operator_keys` makes keys from HLO instructions. Two keys as text:
 
     gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     all-gather 67108864B 4x1 groups=1 nccl
@@ -40,8 +40,9 @@ class OperatorKey:
 
     Attributes:
       kind: one of OPERATOR_KINDS.
-      family: text without spaces for everything but the sizes: types, layouts, epilogue and library. For a fusion, it
-        has a hash of the computation. Operators of a family differ only in size, so times can be interpolated.
+      family: text without spaces for everything but the sizes: types, layouts, epilogue and library. The family of a
+        fusion contains a hash of its computation. Operators of a family differ only in size, so times can be
+        interpolated.
       sizes: the sizes, in an order that the family determines. For a product, they are M, N, K and the batch.
       flops, bytes: number of operations, and bytes of device memory that are read and written. They follow from the
         other fields.
@@ -58,7 +59,7 @@ class OperatorKey:
 
     @property
     def clocked(self) -> bool:
-        """Whether a lower clock slows the operator down. A lower clock does not slow down memory-bound operators."""
+        """Whether a lower clock of the GPU slows the operator down. Memory-bound operators do not slow down."""
         return self.kind in _CLOCKED
 
 
@@ -68,12 +69,12 @@ class CollectiveKey:
 
     Attributes:
       kind: one of COLLECTIVE_KINDS.
-      bytes: size of the whole buffer on one GPU: after an all-gather, or before a reduction.
+      bytes: size of the whole buffer on one GPU: the result of an all-gather, or the operand of a reduction.
       gpus_per_node, nodes: a group has `gpus_per_node` GPUs on each of `nodes` nodes (AMSP's p0 x p1).
-      groups: number of groups that communicate at the same time. Groups share links if their paths cross.
-      implementation: one of IMPLEMENTATIONS. `nccl` is NCCL's kernels. `symmetric` is NCCL on symmetric memory, by copy
-        engines where NCCL supports them. `user-buffers` is NCCL without copies through its own buffers. `triton` is a
-        kernel that XLA generates for small collectives.
+      groups: number of groups that communicate at the same time. Groups may share links.
+      implementation: one of IMPLEMENTATIONS. `nccl` stands for NCCL's kernels. `symmetric` stands for NCCL on symmetric
+        memory, by copy engines where NCCL supports them. `user-buffers` stands for NCCL without copies through NCCL's
+        own buffers. `triton` stands for a kernel that XLA generates for small collectives.
     """
 
     kind: str
@@ -97,7 +98,7 @@ type Key = OperatorKey | CollectiveKey
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """The key of two independent operators that run at once, where `first` is launched first."""
+    """The key of two independent operators that run at once. `first` is launched first."""
 
     first: Key
     second: Key
@@ -107,10 +108,10 @@ class PairKey:
 
 
 def parse(text: str) -> Key:
-    """The key that `str` writes as `text`. The `flops` and `bytes` of an operator are not in the text and become 0.
+    """The key whose `str` is `text`. The text does not contain the `flops` and `bytes` of an operator, so they are 0.
 
     Raises:
-      DhelixError: the text is no key.
+      DhelixError: the text is not the key of an operator or a collective.
     """
     if found := _OPERATOR.fullmatch(text):
         kind, family, sizes = found.groups()

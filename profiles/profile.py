@@ -1,8 +1,9 @@
 """A profile as data: the measured times on one kind of hardware.
 
-A `Profile` has one `Section` for each launch setting, because a setting holds for a whole process and changes every
-time. For example, CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. `files.storage` reads and
-writes profiles. `estimates` estimates times that were not measured. All times are in seconds.
+A launch setting is a set of environment variables and XLA flags that holds for a whole process (`SETTINGS`). A
+`Profile` has one `Section` for each launch setting, because times depend on the setting. For example,
+CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. `files.storage` reads and writes profiles.
+`estimates` estimates times that were not measured. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 
 STEADY = 0.25
-"""Limit for `PairTiming.steady`: largest spread of a pair's repeats, as a fraction of the shorter side's time."""
+"""Limit for `PairTiming.steady`: largest spread of a pair's samples, over the shorter side's time alone."""
 
 ALIKE = "alike"
-"""The source of a time that was measured on a similar GPU (`alike`). Files of profiles contain no such times."""
+"""Value of `source` for a time from a similar GPU (`estimates.alike`). Files of profiles contain no such times."""
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
@@ -34,8 +35,8 @@ class Timing:
       seconds: median of the samples.
       spread: distance between the quartiles of the samples, in seconds.
       samples: number of samples.
-      source: `alone`: the operator ran repeatedly by itself. `trace`: the time comes from the trace of a whole step, in
-        which nothing else ran at that time. ALIKE: the time was measured on a similar GPU.
+      source: `alone`, `trace` or ALIKE. `alone`: the operator ran repeatedly by itself. `trace`: the time comes from
+        the trace of a whole step, in which nothing else ran at that time. ALIKE: the time comes from a similar GPU.
     """
 
     seconds: float
@@ -45,20 +46,20 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Iterable[float], source: str = "alone") -> Timing:
-        """The timing for `samples`: at least one time in seconds."""
+        """The timing for `samples`, which are one or more times in seconds."""
         values = sorted(samples)
         return cls(statistics.median(values), quartile_distance(values), len(values), source)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTiming:
-    """The times of a pair: two operators that start together.
+    """The times of a pair: two operators that start together, the sides of the pair.
 
     Attributes:
       seconds: time from the first start to the last end, P in the DHelix paper; a median.
       first, second: time from the start of the pair to the end of each side; medians.
       first_alone, second_alone: time of each side alone, T_i and T_j in the DHelix paper. Both were measured in the
-        executable of the pair, so with the same data, caches and clocks. The trace of a step may show other times.
+        executable of the pair, with the same data, caches and clocks. The trace of a step may show other times.
       spread: distance between the quartiles of the samples of `seconds`.
       samples: number of samples.
       source: `alone`, or ALIKE.
@@ -75,7 +76,7 @@ class PairTiming:
 
     @classmethod
     def of(cls, samples: Iterable[tuple[float, float, float]], first_alone: float, second_alone: float) -> PairTiming:
-        """The timing for `samples`: at least one tuple (seconds, first, second)."""
+        """The timing for `samples`, which are one or more tuples (seconds, first, second)."""
         whole, first, second = (sorted(of_all) for of_all in zip(*samples, strict=True))
         median = statistics.median
         spread = quartile_distance(whole)
@@ -89,12 +90,12 @@ class PairTiming:
 
     @property
     def steady(self) -> bool:
-        """Whether the repeats agree well enough: their spread is at most STEADY times the shorter side's time alone."""
+        """Whether the samples agree well: their spread is at most STEADY times the shorter side's time alone."""
         return self.spread <= STEADY * min(self.first_alone, self.second_alone)
 
     @property
     def shorter_than_alone(self) -> bool:
-        """Whether the pair takes less time than its longer side alone, by more than the spread."""
+        """Whether the pair is steady and takes less time than its longer side alone, by more than the spread."""
         return self.steady and self.seconds + self.spread < max(self.first_alone, self.second_alone)
 
 
@@ -141,7 +142,10 @@ _ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def _channels(collectives: int, all_to_alls: int) -> dict[str, str]:
-    """Environment variables for the least number of NCCL channels. Without NVLink, NCCL itself uses few channels."""
+    """Environment variables that set the minimum number of NCCL channels.
+
+    Without NVLink, NCCL uses few channels by default.
+    """
     return {"NCCL_MIN_NCHANNELS": str(collectives), "NCCL_MIN_P2P_NCHANNELS": str(all_to_alls)}
 
 
@@ -176,7 +180,7 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
 FASTEST: Mapping[str, str] = MappingProxyType(
     {"nvlink": "copy-engine1", "no-p2p": "small-buffers", "two-nodes": "sockets"}
 )
-"""For each link, the launch setting that was the fastest for most measured steps (docs/research_log.md)."""
+"""For each link, the launch setting under which most measured steps were fastest (docs/research_log.md)."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +191,9 @@ class Section:
       setting: name of the launch setting.
       operators, collectives: times of operators and collectives that run alone.
       pairs: times of two operators that run at once.
-      gap_seconds: idle time of the GPU between two consecutive kernels, as a median over a step; None if not measured.
-      failures: for a key or pair (as text) without a time, the reason, such as out of memory.
+      gap_seconds: idle time of the GPU between two consecutive kernels: the median over a step. None if it was not
+        measured.
+      failures: for each key or pair whose measurement failed (as text), the reason, such as out of memory.
     """
 
     setting: str
@@ -199,7 +204,10 @@ class Section:
     failures: Mapping[str, str] = _EMPTY
 
     def merged(self, later: Section) -> Section:
-        """The entries of both sections. Entries of `later` take precedence. A later time removes an earlier failure."""
+        """The entries of both sections. Entries of `later` take precedence.
+
+        A failure in `self` is removed if `later` has a time of the same key or pair.
+        """
         measured = {str(k) for part in (later.operators, later.collectives, later.pairs) for k in part}
         earlier_failures = {k: why for k, why in self.failures.items() if k not in measured}
         return Section(
@@ -217,8 +225,9 @@ class Section:
     def noisy(self, pair: PairKey) -> bool:
         """Whether the OEF of a pair is above 1 because of noise.
 
-        An OEF above 1 means that the pair takes less time than its longer side alone. This counts as noise unless it
-        holds in both launch orders, by more than the spread, and also with the sides' times in this section.
+        An OEF above 1 means that the pair takes less time than its longer side alone. This is not noise if two
+        conditions hold in both launch orders: the pair is `shorter_than_alone`, and it also takes less time than the
+        longer of the sides' times in this section.
         """
         if self.pairs[pair].oef < 1.005:  # such an OEF is displayed as 1.00
             return False
@@ -232,7 +241,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The machine and the software of a measurement. Versions are texts such as `2.28.9`. An empty text is unknown."""
+    """The machine and the software of a measurement. Versions are texts such as `2.28.9`; "" if they are unknown."""
 
     gpu: str
     gpus: int
@@ -254,9 +263,9 @@ class Profile:
       link: one of `hardware.LINKS`.
       measured_on: machine and software of the measurements, oldest first. A merged profile has several entries.
       sections: one section for each launch setting, by the setting's name.
-      elsewhere: times of operators that were measured on the same GPU with another link. They are not in the file.
-      alike: name of the GPU on which times with the source ALIKE were measured; empty if there are none. It is not in
-        the file.
+      elsewhere: times of operators that were measured on the same GPU with another link. Files do not contain them.
+      alike: name of the GPU on which times with the source ALIKE were measured; empty if there are none. Files do not
+        contain it.
     """
 
     hardware: str

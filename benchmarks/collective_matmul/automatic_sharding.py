@@ -4,9 +4,9 @@
     python benchmarks/collective_matmul/automatic_sharding.py --tp 2 --predict  # also predicts the step's time
 
 No GPU is needed (extra `compile`). The Llama-8B step is compiled for H200s up to the passes at PRE_SCHEDULER; for a
-prediction, up to its schedule. A site is a collective of activations next to its product. The count under `shard_map`
-is the largest possible. Under automatic sharding, XLA's partitioner writes collectives in another form.
-`collective-canonicalization` turns it into the same form.
+prediction, up to XLA's schedule. A site is a collective of activations next to the matrix product that it belongs to.
+The count under `shard_map` is the largest possible. Under automatic sharding, XLA's partitioner writes collectives in
+another form. The pass `collective-canonicalization` turns this form into the form under `shard_map`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
 
 
 def partitioned(tp: int, sharding: str) -> bytes:
-    """The module that passes at PRE_SCHEDULER get, for a step of two layers and two micro-batches."""
+    """The module that dhelix's passes of stage PRE_SCHEDULER receive, for two layers and two micro-batches."""
     from dhelix.runtime.compiler import scheduled_only
     from dhelix.runtime.compiler.lowering import hlo_bytes
 
@@ -88,7 +88,7 @@ def partitioned(tp: int, sharding: str) -> bytes:
 
 
 def sites(module: bytes, canonical: bool) -> Counter[str]:
-    """The number of sites by place, optionally after canonicalization."""
+    """The number of sites by place. With `canonical`, the pass `collective-canonicalization` runs first."""
     from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
     from dhelix.passes.communication.collective_matmul.collective_matmul import find_all
     from dhelix.passes.framework.manager import PassContext

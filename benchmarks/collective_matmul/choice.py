@@ -1,9 +1,10 @@
-"""Predicts steps with strands and collective matmuls: at no site, at all sites, and at chosen sites. No GPU is needed.
+"""Predicts step times with strands, and with collective matmuls at no site, at all sites and at chosen sites.
 
     python benchmarks/collective_matmul/choice.py --profile my-h200-nvlink.json
 
-The step is lowered for H200s that this machine does not have, and compiled up to XLA's schedule, under this process's
-launch setting. The evaluator predicts the times from a profile of these operators (`dhelix profile`).
+A site is a collective next to the matrix product that it belongs to. No GPU is needed: the step is lowered for H200s,
+and compiled up to XLA's schedule, under this process's launch setting. Times are simulated with the costs of a profile
+that contains the step's operators (`dhelix profile`).
 """
 
 import argparse
@@ -60,7 +61,7 @@ def rows(
 
 
 def target_of(lowered: "jax.stages.Lowered", options: "StepOptions") -> "Target":
-    """The target with measured costs. Raises DhelixError if there are none."""
+    """The step's `Target`: GPUs and launch setting, with measured costs. Raises DhelixError if there are no costs."""
     from dhelix.errors import DhelixError
     from dhelix.runtime.step.target import Target
 

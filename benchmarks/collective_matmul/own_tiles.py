@@ -1,4 +1,4 @@
-"""Cost of summing some tiles of a GEMM with other devices' parts, measured on one GPU, without links.
+"""Measures on one GPU how much longer a GEMM takes if it adds other devices' partial sums to some of its tiles.
 
     python benchmarks/collective_matmul/own_tiles.py --out DIR
     python benchmarks/collective_matmul/own_tiles.py --shapes 8192x1024x4096 \\
@@ -6,14 +6,16 @@
     python benchmarks/collective_matmul/own_tiles.py --shapes 64x2048x8192 \\
         --tiles 64x128x64,steps=7,wide=N,group=8 --splits 2,4
 
-The kernels of `runtime/collective_matmul/kernels` multiply two kinds of tiles. Other devices' tiles are sent away; own
-tiles are summed with the parts that other devices have sent. On several GPUs, every time also includes the link, clocks
-and the other devices' progress. This benchmark runs `hopper_gemm` and `held_parts` alone. One of n rounds of tiles has
-own tiles, for n devices. Other devices' parts are read from this GPU's memory, whatever it contains, without waiting.
+The kernels of `runtime/collective_matmul/kernels` compute two kinds of tiles of a product. A device sends the tiles of
+other devices away. To its *own tiles*, it adds the partial sums that other devices have sent. On several GPUs, a time
+also depends on the link, the clocks and the progress of the other devices. So this benchmark runs only `hopper_gemm`
+and `held_parts`, on one GPU. For n devices, every n-th round of tiles consists of own tiles. The partial sums are read
+from this GPU's memory without waiting, and have arbitrary values.
 
-These take turns, in loops like those of `programs.py`: cuBLAS (XLA without Triton), the GEMM without own tiles, and the
-GEMM with own tiles for each number of devices. Times are medians in microseconds. Results with own tiles are wrong;
-those without are compared with cuBLAS's. With --splits there are no own tiles. Instead, blocks share a contraction.
+The following programs take turns, in loops like those of `programs.py`: cuBLAS (XLA without Triton), the GEMM without
+own tiles, and the GEMM with own tiles for each number of devices. Times are medians in microseconds. Results with own
+tiles are wrong, because the partial sums are arbitrary. Results without own tiles are compared with cuBLAS's. With
+--splits there are no own tiles; instead, several blocks share the contraction of a tile.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def site_of(shape: str, devices: int) -> Site:
 
 
 def program(site: Site, tiles: Tiles | None) -> Program:
-    """x @ w as one device of `site` computes it. With one device, all tiles are only stored.
+    """x @ w as one device of `site` computes it. With one device, all tiles are only stored, without sums.
 
     Raises:
       DhelixError: there is no kernel for this product.

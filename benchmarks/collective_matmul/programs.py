@@ -1,21 +1,21 @@
-"""Programs that run a collective matmul, or one side of it, many times in one compiled loop, so it can be timed.
+"""Programs for timing: compiled loops that repeat a collective matmul, its GEMM alone, or its collective alone.
 
     out = barrier(operands, out) -> operation -> out, `iterations` times in one compiled loop
 
 An iteration's result and the operands go through an optimization barrier into the next iteration. So XLA cannot hoist
-the operation out of the loop, merge or drop iterations, or start one before the last is done. The barrier adds no
-kernel: the result's donated buffer is written in place, and operands do not move.
+the operation out of the loop, merge or drop iterations, or start an iteration before the previous one is done. The
+barrier adds no kernel: the result's donated buffer is written in place, and operands are not copied.
 
-Calls enqueued one by one would measure Python and the launch of a program on all devices, which can take longer than
+The time of a single call would include Python, and the launch of a program on all devices. Both can take longer than
 the operation. In the loop, all iterations share one launch. The loop's counter adds the same short kernel to every
 iteration of every program.
 
 XLA reduces in place, so it would copy an all-reduce's operand that is still needed. The all-reduce alone therefore
-takes its own result as the next operand. The values grow by the number of devices each time, in the end to infinity,
-but NCCL's time does not depend on them.
+takes its own result as the next operand. Each iteration multiplies the values by the number of devices, in the end to
+infinity. NCCL's time does not depend on the values.
 
-Every array has one block for each device, stacked along the first dimension: local [a, b] is [n a, b], sharded over the
-axis.
+Every array has one block for each device, stacked along the first dimension. With blocks [a, b] on n devices, the array
+is [n a, b], sharded over the axis.
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ def programs(site: Site, forms: Sequence[Form]) -> list[Program]:
 
 
 def on_each[**A, R](mesh: Mesh, function: Callable[A, R]) -> Callable[A, R]:
-    """Runs `function` on each device's block."""
+    """A function that runs `function` on each device's block."""
     return jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
 
 
 def loop(program: Program, mesh: Mesh, iterations: int) -> Callable[..., jax.Array]:
     """A jitted function that runs `program` repeatedly and returns the last result.
 
-    Its arguments are the result's donated buffer and the operands; only the buffer if the program works in place.
+    Its arguments are the result's donated buffer and the operands. If the program works in place, the only argument is
+    the buffer.
     """
 
     def run(out: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -119,7 +120,7 @@ def _block(mesh: Mesh, shape: tuple[int, int], dtype: str) -> jax.ShapeDtypeStru
 
 
 def operands(site: Site, mesh: Mesh) -> dict[str, jax.Array]:
-    """Makes the operands of `operand_shapes`: normal numbers, because zeros draw less power and so run faster.
+    """Makes the operands of `operand_shapes`: normally distributed, because zeros draw less power and run faster.
 
     The numbers differ between devices. w is scaled so that results have a standard deviation near 1, like activations.
     """

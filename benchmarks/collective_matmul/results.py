@@ -24,8 +24,8 @@ class Measured:
 
     Attributes:
       name: name of the shape.
-      iterations: iterations of one turn.
-      us: microseconds of one iteration in each round, by GEMM, COLLECTIVE or a form's key.
+      iterations: number of iterations in one turn (one run of a program's loop).
+      us: microseconds of one iteration in each round, by program: GEMM, COLLECTIVE or a form's key.
       differs: by form, the largest difference from float32, divided by the largest result.
       failed: why a program has no times, by program.
     """
@@ -42,7 +42,7 @@ class Measured:
         return [f.tiles for f in sorted(forms, key=lambda f: (statistics.median(forms[f]), f.order)) if f.tiles]
 
     def times(self) -> SiteTimes | None:
-        """Times without drift, so spreads exclude it too. None if the GEMM or the collective alone has no time."""
+        """Times and spreads after `without_drift`. None if the GEMM or the collective alone has no time."""
         timings = {key: Timing.of(us / 1e6 for us in values) for key, values in without_drift(self.us).items()}
         if GEMM not in timings or COLLECTIVE not in timings:
             return None
@@ -50,7 +50,7 @@ class Measured:
         return SiteTimes(gemm, collective, {Form.parse(key): timing for key, timing in timings.items()})
 
     def line(self, site: Site) -> str:
-        """Text for a terminal: microseconds of both sides alone, and each form's share by its fastest variant."""
+        """Text for a terminal: times of both sides alone, and each form's share (bound / fastest time)."""
         times = self.times()
         if times is None:
             return f"{self.name}: {site.key}: no times: {self.failed}"
@@ -103,7 +103,7 @@ class Results:
             raise DhelixError(f"{path} holds no results of benchmarks/collective_matmul/run.py; leave it out") from None
 
     def times(self) -> Times:
-        """The times in the library's form."""
+        """The times in the form that the library reads."""
         found = {site: times for site, m in self.sites.items() if (times := m.times()) is not None}
         return Times(gpu_name(self.on.gpu), self.link, self.setting, (self.on,), found)
 
@@ -130,5 +130,5 @@ def _text(record: dict[str, Any]) -> str:
 
 
 def merged(results: Iterable[Results]) -> dict[Site, Measured]:
-    """All sites. If several results hold a site, the last one counts."""
+    """The measured sites of all results. If several results hold a site, the last one counts."""
     return {site: found for result in results for site, found in result.sites.items()}

@@ -1,4 +1,4 @@
-"""Times of collective matmuls in all forms, and of the product and the collective alone. One process, on 2 or 4 GPUs.
+"""Measures collective matmuls in all forms, and the product and the collective alone. One process, on 2 or 4 GPUs.
 
     python benchmarks/collective_matmul/run.py --tune 1024,8192 --budget_s 500 --out DIR      # the most important first
     python benchmarks/collective_matmul/run.py --known DIR/*.json --name rest --out DIR       # sites missing there
@@ -6,20 +6,21 @@
     NCCL_P2P_DISABLE=1 python benchmarks/collective_matmul/run.py --rows 4096 --out DIR
     python benchmarks/collective_matmul/tables.py DIR/*.json
 
-`sites.py` lists the sites. For each site, the GEMM alone (cuBLAS through XLA), the collective alone (NCCL), the
-monolithic form, and the forms of `--forms` are compiled in parallel threads, as loops (`programs.py` says why). Each
-runs once, and its result is compared with float32. Then all take turns, round by round, so clocks, heat and slow
-periods of the machine affect all of them. A form that fails or gives a wrong result is recorded with the reason and
-without times.
+A site is a collective matmul with given sizes (`sites.py`). A form is an implementation of it. For each site, the
+programs are compiled in parallel threads, as loops (`programs.py` says why): the GEMM alone (cuBLAS through XLA), the
+collective alone (NCCL), the monolithic form, and the forms of `--forms`. Each program runs once, and the result of a
+form is compared with float32. Then all programs take turns, round by round, so clocks, heat and slow periods of the
+machine affect all of them. A form that fails or gives a wrong result is recorded with the reason and without times.
 
 Mosaic kernels use the tiles of `--tiles`. At forward sites with the rows of `--tune`, they try every candidate.
 Elsewhere they use the best tiles of the nearest site measured so far, or the kernels' own tiles if there is none. They
-use peer memory whatever NCCL is told, so they are left out if peer-to-peer is disabled.
+use peer memory even if NCCL may not, so they are left out if peer-to-peer is disabled.
 
-XLA compiles matrix products to cuBLAS only, not to Triton. That is the baseline, and it saves most of the compile time.
+XLA compiles matrix products to cuBLAS only, not to Triton. cuBLAS is the baseline, and leaving out Triton saves most of
+the compile time.
 
-The results file is complete after every site. With `--budget_s`, no site starts that would no longer fit. A program
-that hangs ends the process after `--site_s`, so at most the current site is lost.
+The results file is complete after every site. With `--budget_s`, no site starts that would no longer fit. If a program
+hangs, the process ends after `--site_s` seconds, so at most the current site is lost.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ CANDIDATES = {
 """Tiles that `--tune` tries without `--tiles`, by kind. A kernel refuses unfit tiles before it is compiled."""
 CHUNKS = (2, 4, 8)
 _OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-_BEST_TILES = 2  # tiles taken from the nearest tuned site
+_BEST_TILES = 2  # number of tiles that a site takes from the nearest tuned site
 _FLOPS, _BYTES = 6e14, 2e11  # per second; guesses, used only to choose the number of iterations
 _FEWEST, _MOST = 4, 200  # iterations
 
@@ -217,7 +218,7 @@ def measure_site(name: str, site: Site, forms: Sequence[Form], mesh: Mesh, argum
 
 
 def iterations(site: Site, run_ms: float) -> int:
-    """The number of iterations with which a turn of product and collective, one after the other, takes `run_ms`."""
+    """The number of iterations for which a product and then its collective take about `run_ms` milliseconds."""
     m, k, n = site.sizes
     moved = 2 * m * (k if site.kind == "all_gather_matmul" else n)
     guess = 2 * m * k * n / _FLOPS + moved / _BYTES
@@ -227,7 +228,7 @@ def iterations(site: Site, run_ms: float) -> int:
 def _compiled(
     site: Site, forms: Sequence[Form], mesh: Mesh, iterations: int, threads: int
 ) -> list[tuple[Program, Future[Callable[..., jax.Array]]]]:
-    """Programs and their compilations. All end before a program runs, because XLA times kernels while it compiles."""
+    """Programs and their finished compilations. XLA times kernels while it compiles, so no program runs then."""
     options = {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
 
     def compiled(program: Program) -> Callable[..., jax.Array]:
@@ -251,7 +252,7 @@ class Turn:
         self._loop, self._operands, self.out = loop, operands, out
 
     def run(self) -> float:
-        """Seconds from the launch until all devices are done."""
+        """Runs the loop once. Returns the seconds from the launch until all devices are done."""
         start = time.perf_counter()
         self.out = jax.block_until_ready(self._loop(self.out, *self._operands))
         return time.perf_counter() - start

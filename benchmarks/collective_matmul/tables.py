@@ -27,14 +27,14 @@ from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import KINDS, MONOLITHIC, Site, Times, choose
 from dhelix.profiles.files import storage
 
-# Goals of issue "Collective matmul", 4 H200s over NVLink: (must, aim) of the share, and of DistFuse's shapes' speed-up.
+# Goals on 4 H200s over NVLink, as (must, aim): for the share (bound / time), and for the speed-up at DistFuse's sizes.
 SHARES: Mapping[str, tuple[float, float]] = {"all_gather_matmul": (0.87, 0.93), "matmul_reduce_scatter": (0.85, 0.92)}
 SPEED_UP = (1.2, 1.35)
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A row of DistFuse's table 1, on 4 A100-40GB over NVLink: microseconds."""
+    """A row of DistFuse's table 1, in microseconds, measured on 4 A100-40GB over NVLink."""
 
     gemm: float
     all_reduce: float
@@ -73,7 +73,7 @@ def merged(results: Iterable[Results]) -> Times:
 
 
 def groups(results: Iterable[Results], by_devices: bool = True) -> list[Group]:
-    """Groups the results, in the order of the files. Without `by_devices`, groups hold all axis sizes."""
+    """Groups the results, in the order of the files. Without `by_devices`, a group holds all axis sizes."""
     found: dict[tuple[str, str, str, int], list[Results]] = {}
     for r in results:
         found.setdefault((r.on.gpu, r.link, r.setting, by_devices * r.devices), []).append(r)
@@ -192,7 +192,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def without_leads(times: Times) -> Times:
-    """Leaves out reduce-scatters' tiles with a lead, and sites where the kernel has no other tiles.
+    """Leaves out tiles of reduce-scatters that have a lead (`Tiles.lead`), and sites with no other tiles.
 
     They were measured with an earlier kernel, which stored a tile before it multiplied the next one. Today's kernel
     does both at once, and is faster without a lead. A site that is left out uses the choice of its neighbours.

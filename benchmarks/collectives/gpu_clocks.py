@@ -1,4 +1,4 @@
-"""Clock and power of a GPU while steps run. Hidden communication draws more power; at its limit, a GPU slows down.
+"""Records a GPU's clock and power while steps run. A GPU slows down at its power limit, and overlap draws more power.
 
     with Clocks() as clocks:
         start = time.perf_counter()
@@ -32,7 +32,7 @@ class State:
 
 
 class Clocks:
-    """Records samples between `__enter__` and `__exit__`."""
+    """A context manager that records samples of the clock and power of GPU 0."""
 
     def __init__(self, command: tuple[str, ...] = _QUERY) -> None:
         self._command = command

@@ -1,15 +1,20 @@
-"""Times of collectives under NCCL's settings, alone and next to products: finds the fastest setting for a link.
+"""Finds NCCL's fastest setting for a link: times of collectives, alone and next to matrix products.
 
     NCCL_P2P_DISABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/collectives/nccl_settings.py --out DIR  # all
     NCCL_P2P_DISABLE=1 python benchmarks/collectives/nccl_settings.py --settings "small buffers; locality 1" --out DIR
 
-NCCL reads its settings once, so each setting runs in a new process, in addition to this process's environment. All GPUs
-of the machine take part. Arrays are bf16 with hidden size 4096, as in a layer of 8192 tokens. The script times an
-all-gather to and a reduce-scatter from 64 MiB per GPU, a collective-permute and an all-to-all of 32 MiB, two products
-on each GPU, and the first two collectives next to these products.
+NCCL reads its settings once, so each setting runs in a new process. The environment variables of the setting are added
+to this process's environment. All GPUs of the machine take part. Arrays are bf16 with hidden size 4096, as in a layer
+of 8192 tokens. The script times these operations:
+
+- an all-gather whose result has 64 MiB on each GPU;
+- a reduce-scatter whose operand has 64 MiB on each GPU;
+- a collective-permute and an all-to-all of 32 MiB;
+- two matrix products on each GPU;
+- the all-gather, and the reduce-scatter, beside these products: the time until both are done.
 
 Each operation is a loop of 16 iterations in one program. Each iteration depends on a row of the previous result. Times
-are medians of five calls, per iteration. "Beside" is the time until both are done.
+are medians of five calls, per iteration.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "LL128": _small() | {"NCCL_PROTO": "LL128"},
     "chunks of 512 KiB": {"NCCL_P2P_PCI_CHUNKSIZE": "524288"},
 }  # fmt: skip
-"""Settings to try for GPUs that communicate through host memory. In "copies" settings, copy engines copy."""
+"""Settings to try for GPUs that communicate through host memory. In "copies" and "copy" settings, copy engines copy."""
 
 ROWS, WIDTH, ROUNDS, CALLS = 8192, 4096, 16, 5
 

@@ -5,10 +5,10 @@
 Prints Markdown tables for each launch setting:
 
 - time that a collective adds to an operator of at least 150 us, in both launch orders;
-- classes of operators next to collectives, by launch order;
-- the value of the launch order;
-- operators next to operators;
-- collectives next to collectives;
+- overlap effectiveness (OEF) of operators next to collectives, by class and launch order;
+- how often each launch order is better, and by how much;
+- OEF of operators next to operators, and the time that they save;
+- OEF of collectives next to collectives;
 - the findings of DHelix figure 4 (`overlap_findings.py`).
 
 Numbers are medians over the pairs of a class whose repeats agree (`PairTiming.steady`).
@@ -35,7 +35,7 @@ LONG = 150e-6  # seconds: an operator that is about as long as a collective of 6
 ORDERS = ("compute first", "collective first")
 TILE = 128 * 256  # elements of a tile of XLA's Triton GEMMs
 
-# Keys of figure 4's operators at the sizes of its caption. `all-to-all` across nodes needs a mesh with two axes.
+# Keys of the operators of DHelix figure 4, in its sizes. `all-to-all` across nodes needs a mesh with two axes.
 _FIGURE4 = {
     "gemm": ("gemm bf16,bf16->bf16:nn:cublaslt 8192x7168x8192",),
     "attention": ("attention bf16:causal:bsnh:cudnn 1x16x2x8192x8192x128",),
@@ -174,7 +174,10 @@ def compute_class(key: PairKey) -> tuple[str, ...] | None:
 
 
 def savings(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
-    """Saved fraction 1 - P / (T_i + T_j) of two computations, by class. Unlike an OEF, it is small for a short side."""
+    """Saved fraction 1 - P / (T_i + T_j) of two computations, by class. P is their time together, T_i and T_j alone.
+
+    Unlike an OEF, the fraction is small if one of the two is short.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for key, timing in pairs.items():
         if (name := compute_class(key)) is not None:
@@ -209,7 +212,10 @@ def classes(
 
 
 def summary(found: Iterable[tuple[PairKey, PairTiming]]) -> dict[str, float]:
-    """Medians of OEF and of each side's slow-down against alone. The operator, or else the first side, comes first."""
+    """Medians of the OEF and of each side's slow-down: its time in the pair, divided by its time alone.
+
+    `slow_down` is the operator's if the pair has a collective, else that of the side that is launched first.
+    """
     rows = []
     for key, timing in found:
         sides = [timing.first / timing.first_alone, timing.second / timing.second_alone]
@@ -236,7 +242,7 @@ def print_classes(heads: str, found: Mapping[tuple[str, ...], list[tuple[PairKey
 def figure4(section: Section) -> dict[tuple[str, str], float]:
     """OEF of figure 4's steady pairs, by operator names in launch order.
 
-    The better one of two sizes counts. An OEF above 1 counts as 1 if it is noise (`Section.noisy`).
+    If an operator has two sizes, the higher OEF counts. An OEF above 1 counts as 1 if it is noise (`Section.noisy`).
     """
     names = {key: name for name, keys in _FIGURE4.items() for key in keys}
     steady = {key: timing for key, timing in section.pairs.items() if timing.steady}

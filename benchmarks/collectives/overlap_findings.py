@@ -6,8 +6,8 @@
 
 The paper is arXiv 2411.15871. Names are those of `dhelix.runtime.profiling.operator_bases`. The figure's GEMM is
 `gemm`, its FA and FA_BWD are `attention` and `attention-backward`, C1 (AllGather inside a node) is `all-gather`, and C2
-(All-to-All across nodes) is `all-to-all`. The paper gives its numbers only as a picture, for A40, A800 and H100, and no
-threshold for "well". Here a pair overlaps well if at least half of the shorter operator is hidden (OEF >= 0.5).
+(All-to-All across nodes) is `all-to-all`. The paper gives its numbers only as a picture, for A40, A800 and H100. It
+gives no threshold for "well". Here a pair overlaps well if at least half of the shorter operator is hidden: OEF >= 0.5.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Does the order of operations inside a fused kernel decide whether they overlap? DistFuse's figure 4, on one GPU.
+"""Measures on one GPU how overlap depends on the order of operations inside a fused kernel (DistFuse, figure 4).
 
     python benchmarks/collectives/overlap_order.py --out benchmarks/results/overlap_order_h200.json
 
 Two independent operations run in one Mosaic-GPU kernel for Hopper, with two blocks on each streaming multiprocessor
 (section 3.2). TensorOps is a run of wgmma instructions on operands in shared memory. LdOps is a run of loads from
-global memory. Their numbers are chosen so that each operation alone takes the same time.
+global memory. The numbers of instructions are chosen so that each operation alone takes the same time. There are six
+ways to run them:
 
     tensor, loads     one of them alone                     block 0  TTTT      block 1  TTTT
     case 1            TensorOps before LdOps                block 0  TTTTLLLL  block 1  TTTTLLLL
     case 2            LdOps before TensorOps                block 0  LLLLTTTT  block 1  LLLLTTTT
     alternating       one block of an SM in either order    block 0  TTTTLLLL  block 1  LLLLTTTT
-    split             a warpgroup of a block for each       block 0  TTTT      block 1  TTTT
+    split             a warpgroup for each operation        block 0  TTTT      block 1  TTTT
                                                                      LLLL               LLLL
 
-The hidden share is the fraction of the shorter operation that is hidden: 1 if both take as long as the longer one
-alone, 0 if they take as long as one after the other.
+The hidden share is the fraction of the shorter operation that is hidden. It is 1 if both together take as long as the
+longer one alone, and 0 if they take as long as one after the other.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def measure(us: float, rounds: int) -> dict[str, Any]:
-    """Measures all ways. Returns median microseconds of `rounds` turns, hidden shares, and the provenance."""
+    """Measures all six ways. Returns median microseconds of `rounds` turns, hidden shares, and the provenance."""
     sms = jax.devices()[0].core_count
     most_steps = round(us * 1e-6 * _MOST / (2 * sms * _STEP_BYTES))
     data = jax.random.normal(jax.random.key(0), (2 * sms * _PIECES * most_steps, *_PIECE), jnp.bfloat16)
@@ -89,7 +90,7 @@ def measure(us: float, rounds: int) -> dict[str, Any]:
 
 
 def hidden(times: dict[str, float], name: str) -> float:
-    """The fraction of the shorter operation that a way hides."""
+    """The fraction of the shorter operation that is hidden if both run in the way `name`."""
     alone = [times[each] for each in ALONE]
     return (sum(alone) - times[name]) / min(alone)
 
@@ -112,7 +113,7 @@ def seconds(run: Callable[..., Any], data: jax.Array, steps: dict[str, int], cal
 
 
 def program(name: str, sms: int) -> Callable[..., Any]:
-    """The jitted kernel of a way: (data [n, 16, 256], numbers of steps [2]) -> results of both operations.
+    """The jitted kernel for one way: (data [n, 16, 256], numbers of steps [2]) -> results of both operations.
 
     Args:
       name: one of ALONE or TOGETHER.

@@ -32,7 +32,7 @@ from dhelix.passes.hlo.shardy_import import import_shardy
 from dhelix.runtime.compiler import deviceless
 
 type Counted = tuple[str, int, tuple[tuple[int, ...], ...]]
-"""Kind, bytes and groups of a collective. Groups and their devices are sorted, but not a permute's (source, target)."""
+"""Kind, bytes and groups of a collective. All are sorted, except the (source, target) of a permute."""
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16}
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ((?:\([^=]*?\)|\w+\[[^ ]*\]\S*)) ([a-z][\w\-]*)\((.*)$")
@@ -150,7 +150,7 @@ def _iota(written: str) -> list[tuple[int, ...]]:
 
 
 def _mesh(written: str) -> list[tuple[int, ...]]:
-    """Groups like `mesh['a'=2,'b'=4] {'b'}`: devices that differ only along b. `'b':(1)2` is the outer half of b."""
+    """Groups like `mesh['a'=2,'b'=4] {'b'}`: devices that differ only along b. `'b':(1)2` is b's major factor 2."""
     found = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[?([\d,]+)\]?\))? *\{([^}]*)\}", written)
     assert found is not None, written[:80]
     axes = {name: int(size) for name, size, *_ in _AXIS.findall(found[1])}
@@ -177,7 +177,7 @@ def _transposed(values: list[int], dimensions: list[int], order: Any) -> Iterato
 
 
 def compare(name: str, text: str, module: HloModule) -> dict[str, Any]:
-    """Compares both lists. Returns a row of the results; raises SystemExit with the first differences."""
+    """Compares both lists of collectives. Returns a row of the results. Raises SystemExit if the lists differ."""
     ours, theirs = of_module(module), of_text(text)
     if ours != theirs:
         mine, text_only = (collections.Counter(a) - collections.Counter(b) for a, b in ((ours, theirs), (theirs, ours)))
@@ -206,7 +206,7 @@ def compiled(text: str) -> str:
 
 
 def module_text(file: str) -> str:
-    """Extracts the module from a file with other text, without an attribute that XLA's parser does not know."""
+    """The HLO module in a file that also holds other text. An attribute that XLA's parser does not know is removed."""
     found = re.search(r"^HloModule .*^\}$", file, re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit("no HLO module in the file")

@@ -1,20 +1,20 @@
-"""Programs that run a stack of Llama layers in inference, to be timed, and their operands.
+"""Programs for timing: a stack of Llama layers in inference, and its operands.
 
     prefill, 1 x 4096     layers, x [1, 4096, hidden]            -> x, keys and values of 4096 tokens
     decode, 64 x 4096     layers, x [64, 1, hidden], 64 caches   -> x, the caches with one token more
 
-Each layer has its own arrays, as in a serving engine. In a loop over stacked layers, XLA copies weights out of the
-stack for kernels and split matmuls, and these copies would dominate decode. Caches are donated and written in place.
-Every call writes the same token, so all calls and variants do the same work.
+Each layer has its own arrays, as in a serving engine. In a loop over stacked layers, XLA would copy weights out of the
+stack if a custom kernel or several matmuls read them. These copies would dominate decode. Caches are donated and
+written in place. Every call writes the same token, so all calls and variants do the same work.
 
-A layer has two row-parallel matmuls: the outputs of attention and of the feed-forward. Variants differ in how these are
-summed over devices:
+A layer has two row-parallel matmuls: the outputs of attention and of the feed-forward. Variants differ in how the
+products are summed over devices:
 
     xla                  the matmul, then NCCL's all-reduce
     tile_all_reduce      the matmul, then the tile-wise all-reduce, without overlap, as DistFuse measures it in vLLM
     a form's key         that form of `matmul_all_reduce`
-    no communication     only the matmul: the bound, with wrong results. A barrier keeps XLA from adding the residual
-                         stream inside the matmul, which no variant with communication can do
+    no communication     only the matmul: the bound, with wrong results. A barrier keeps XLA from fusing the addition
+                         of the residual stream into the matmul, because the other variants cannot fuse it
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.runtime.collective_matmul.products import matmul
 from dhelix.runtime.processes.launch_settings import link_of
 
-_ROOM = 128  # free tokens of a cache: room for the new one, and a capacity that tiles divide
+_ROOM = 128  # free places in a cache: for the new token, and to make the capacity a multiple of tiles
 _OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,  # cuBLAS computes all products, as in `collective_matmul/run.py`
     "xla_gpu_dot_merger_threshold_mb": 0,  # else each call copies the weights of q, k and v into one array
@@ -94,7 +94,7 @@ class TileWise(CollectiveMatmuls):
 
 
 def parallel_of(variant: str) -> TensorParallel:
-    """The parallelism of a variant, see above."""
+    """The exchanges between devices in a variant (see the module's docstring)."""
     if variant == XLA:
         return TensorParallel()
     others = {TILE_WISE: TileWise, BOUND: WithoutCommunication}
@@ -102,7 +102,7 @@ def parallel_of(variant: str) -> TensorParallel:
 
 
 def config_for(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
-    """`config` with separate arrays for each layer, and the attention for the mesh's devices."""
+    """`config` with separate arrays for each layer, and the implementation of attention for the mesh's devices."""
     platform = mesh.devices.flat[0].platform
     return dataclasses.replace(config, scan_layers=False, attention=resolve_attention(config, platform))
 
@@ -139,7 +139,7 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
 
 
 def make_layers(config: LlamaConfig, mesh: Mesh) -> list[dict[str, jax.Array]]:
-    """Weights of all layers: ones for norms, else normal numbers, scaled so that outputs have a deviation near 1."""
+    """Weights of all layers: ones for norms, else normally distributed so that outputs have a deviation near 1."""
     shapes = _layer_shapes(config)
     depths = {"wo": config.heads * config.head_dim, "w_down": config.ffn}
 

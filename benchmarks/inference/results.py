@@ -2,8 +2,8 @@
 
     python benchmarks/inference/results.py FILE.json ...    # prints the tables
 
-A file is one call on one machine and makes one set of tables. Times of different machines are not compared.
-`python -m dhelix.benchmarks.pages.write` puts the tables into docs/results/inference.md.
+A file holds the results of one call on one machine, and makes one set of tables. Times of different machines are not
+compared. `python -m dhelix.benchmarks.pages.write` puts the tables into docs/results/inference.md.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ XLA, TILE_WISE, BOUND = "xla", "tile_all_reduce", "no communication"
 """The variants other than the forms of `matmul_all_reduce`, see `programs.py`."""
 
 PAPER = ("8.43 to 25.05 %", "", "5.2 to 11.1 %", "44.3 %")
-"""The row of DistFuse's section 3.3: communication's share of the latency; vLLM's gain by the tile-wise all-reduce
-alone; hidden fraction of the all-reduce's latency, over both layers of table 1."""
+"""DistFuse's numbers (section 3.3) as a row of the table: communication's share of the latency; no name; vLLM's gain by
+the tile-wise all-reduce alone; hidden fraction of the all-reduce's latency, over both layers of table 1."""
 
 
 @dataclass
 class CaseResult:
-    """The results of one case, all by variant.
+    """The results of one case. Each dict has the variants as keys.
 
     Attributes:
       calls: number of calls in a turn, enqueued one after the other.

@@ -1,4 +1,4 @@
-"""Latency of a stack of Llama layers in inference, by the execution of matmul and all-reduce. Runs in one process.
+"""Measures the latency of Llama layers in inference, with several implementations of matmul and all-reduce.
 
     python benchmarks/inference/run.py --threads 8 --budget_s 300 --out benchmarks/results/inference_h200x2.json
     python benchmarks/inference/run.py --prefill 1024 --decode --forms mosaic auto      # one case, two variants of ours
@@ -8,13 +8,14 @@ Cases are prefill of one sequence and decode with a cache, at the sizes of `--pr
 without sequence parallelism (`programs.py`). Variants are XLA with NCCL, each of `--forms` of `matmul_all_reduce`, the
 tile-wise all-reduce after a matmul, and no communication, which is the bound.
 
-For each case, XLA's program is compiled first, which tunes the matmuls, then the others in parallel. Each runs once,
-and its result is compared with XLA's. Then variants take turns, round by round. A turn is as many calls as take about
-`--turn_ms`. Calls are enqueued one after the other, as in a serving engine, so the launch of a call hides behind the
-previous one. A variant that fails or gives a wrong result is recorded with the reason and without times.
+For each case, XLA's program is compiled first, because its compilation tunes most of the matmuls. The others are then
+compiled in parallel. Each program runs once, and its result is compared with XLA's. Then variants take turns, round by
+round. A turn has as many calls as take about `--turn_ms` milliseconds. Calls are enqueued one after the other, as in a
+serving engine, so a call is launched while the previous one runs. A variant that fails or gives a wrong result is
+recorded with the reason and without times.
 
-The results file is complete after every case. With `--budget_s`, no case starts that would no longer fit. A program
-that hangs ends the process after `--case_s`.
+One process runs everything. The results file is complete after every case. With `--budget_s`, no case starts that would
+no longer fit. If a program hangs, the process ends after `--case_s` seconds.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Benchmark:
         return programs.make_layers(self.config, self.mesh)
 
     def todo(self) -> Iterator[Case]:
-        """Yields cases while the budget has time for one that takes 1.2 times the longest so far."""
+        """Yields cases as long as the budget leaves 1.2 times the time of the longest case so far."""
         longest, budget = 0.0, self.arguments.budget_s or math.inf
         for number, case in enumerate(self.cases):
             start = time.monotonic()
@@ -145,7 +146,7 @@ class Benchmark:
             self.take_turns(case, compiled, stack, result, clocks)
 
     def compile_all(self, case: Case, result: CaseResult) -> dict[str, Callable[..., Any]]:
-        """Compiles XLA's program first: it tunes most of the matmuls of the other programs."""
+        """Compiles all programs of a case. XLA's comes first, because this tunes most matmuls of the other programs."""
         variants = [XLA, BOUND, *dict.fromkeys(self.arguments.forms)]
 
         def compiled(variant: str) -> Callable[..., Any] | None:

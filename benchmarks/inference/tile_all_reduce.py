@@ -7,9 +7,9 @@
 Contract: the result is the sum of all devices' x in float32, in the order of the devices, rounded to x's dtype. It has
 the same bits on all devices and in every run.
 
-Legality: one axis of the mesh, with peer access between its devices. While the kernel waits for its peers, it holds its
-SMs, so no NCCL collective may be in flight at the same time. A device leaves the kernel after all others have read what
-they need from it.
+Legality: one axis of the mesh, with peer access between its devices. While the kernel waits for its peers, it occupies
+its SMs, so no NCCL collective may be in flight at the same time. A device leaves the kernel after all others have read
+what they need from it.
 
 Cost: with one shot, each device reads (n - 1) times x over the link; with two, 2 (n - 1) / n times x. For 2 devices
 both are equal, and one shot needs no signals in between.
@@ -58,7 +58,7 @@ def tile_all_reduce(
     """The sum of all devices' x, inside `shard_map`.
 
     Args:
-      x: bfloat16 or float16, any shape of a multiple of `tile_rows` * 256 elements (times the devices with two shots).
+      x: bfloat16 or float16, any shape; a multiple of `tile_rows` * 256 elements (times the devices with two shots).
       axis_name: one axis of the mesh.
       shots: 1 or 2; None takes `shots_for`.
       tile_rows: rows of 256 elements that a worker sums at once.

@@ -1,19 +1,19 @@
-"""How far the orders of layer bodies are from the optimum, by the evaluator; without a GPU.
+"""Computes how far the orders of a layer body are from the optimum, in simulated time. No GPU is needed.
 
     python benchmarks/orders/optimality.py --out benchmarks/results
 
-Compiles the loop body that holds the layers of both strands for H200s, with the kernels tuned for that GPU. The shapes
-are Llama-8B's and 25B's (sequence 8192, TP 4). Each body is evaluated under each launch setting with measured costs,
-in five orders:
+A layer body is the loop body that holds the layers of both strands. It is compiled for H200s, with the kernels tuned
+for that GPU. The shapes are Llama-8B's and 25B's (sequence 8192, TP 4). Each body is simulated under each launch
+setting with measured costs, in five orders:
 
     XLA       XLA's own order
-    list      the list schedule's
-    paired    strand pairing's
-    longer    the result of strand pairing's search with much more work than a pass can afford
-    exact     the exact model's, which starts from the better of the last two
+    list      the order of the list schedule
+    paired    the order of strand pairing
+    longer    the better of `paired` and of a search by strand pairing that is too long for a pass
+    exact     the order of the exact model, whose solver starts from `longer`
 
-No order is faster than the exact model's bound. The gap is the fraction of a time above this bound; a loose bound may
-cause part of it. The cost of strand pairing is its total processor time.
+No order is faster than the exact model's lower bound. The gap of an order is 1 - bound / time. A loose bound may cause
+part of it. `pairing_seconds` is the processor time of strand pairing.
 """
 
 import argparse
@@ -45,7 +45,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """One body under one setting; times of orders are microseconds by the evaluator."""
+    """One body under one launch setting. Times of orders are simulated, in microseconds."""
 
     preset: str
     link: str
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def gap(self) -> float:
-        """Gap of strand pairing's order."""
+        """Gap of strand pairing's order: 1 - bound / time."""
         return 1.0 - self.bound_us / self.paired_us
 
     @property
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def best_gap(self) -> float:
-        """Gap of the best known order."""
+        """Gap of the best known order: 1 - bound / time."""
         return 1.0 - self.bound_us / self.exact_us
 
 
@@ -111,7 +111,7 @@ def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
 
 
 def layer_body(module: HloModule, costs: Costs) -> Computation:
-    """The computation with the most asynchronous collectives, which holds the layers of both strands."""
+    """The computation with the most asynchronous collectives. It holds the layers of both strands."""
 
     def collectives(computation: Computation) -> int:
         return sum(is_start(i) and costs[i].lane is not Lane.COMPUTE for i in computation.instructions)
@@ -168,7 +168,7 @@ def study(
 def long_search(
     computation: Computation, order: Sequence[Instruction], costs: Costs, limits: Limits, work: int
 ) -> list[Instruction]:
-    """`order`, improved by strand pairing's search with `work`."""
+    """`order`, improved by strand pairing's search. `work` limits the search (`OrderTiming.work`)."""
     body = find_strands(computation, computation.module.schedule[computation], costs, limits)
     search = OrderSearch(body, costs, limits)
     number = {head: n for n, head in enumerate(body.heads)}

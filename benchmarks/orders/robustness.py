@@ -1,4 +1,4 @@
-"""How orders perform when costs differ from those they were made with.
+"""Simulates orders with other costs than the ones with which the orders were made.
 
 Evaluates the layer bodies of `optimality.py` in XLA's order, the list schedule's and strand pairing's. The orders stay
 fixed; the times of their instructions differ from the profile's:
@@ -34,8 +34,11 @@ DRAWS = 12
 
 @dataclass(frozen=True)
 class Change:
-    """Factor on the times of collectives, and the largest random fraction by which each instruction's time also
-    changes.
+    """A change of costs.
+
+    Attributes:
+      collectives: factor on the times of collectives.
+      noise: largest random fraction by which the time of each instruction also changes.
     """
 
     collectives: float = 1.0

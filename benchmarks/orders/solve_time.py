@@ -2,9 +2,9 @@
 
     python benchmarks/orders/solve_time.py --layers 2 8 32 64 --out benchmarks/results
 
-Compiles a step of Llama-8B shapes (TP 4) with unrolled layers for H200s. The pass then runs over XLA's schedule, as it
-does inside the compiler. Seconds are processor time of the whole pass on one core: costs, DP, search, memory, checks.
-`optimality.py` covers layers in a loop.
+Compiles a step of Llama-8B shapes (TP 4) with unrolled layers for H200s. The pass `StrandPairing` then runs on XLA's
+schedule, as inside the compiler. Seconds are processor time of the whole pass on one core: costs, DP, search, memory,
+checks. `optimality.py` covers layers in a loop.
 """
 
 import argparse

@@ -35,7 +35,7 @@ def strands(paths: Sequence[Path]) -> str:
 
 
 def early_strands(paths: Sequence[Path]) -> str:
-    """The first form of the strand benchmark, which recorded medians only."""
+    """Tables of the strand benchmark's first file format, which holds the median, fastest and slowest step."""
     rows = []
     for record in map(_load, paths):
         of = record["arguments"]
@@ -52,7 +52,7 @@ def pipelines(paths: Sequence[Path]) -> str:
 
 
 def pipeline_memory(paths: Sequence[Path]) -> str:
-    """The memory study's own tables, which read its files themselves."""
+    """Tables of `benchmarks/pipeline/memory.py`, which reads its files itself."""
     assert {path.name for path in paths} <= {
         pipeline_memory_study.file_of(n).name for n in ("steps", "largest", "paper")
     }
@@ -70,7 +70,7 @@ def inference(paths: Sequence[Path]) -> str:
 
 
 def predictions(paths: Sequence[Path]) -> str:
-    """Predicted against measured steps, one row for each run, and all of them together."""
+    """Errors of predicted step times: a row for each run and link, and a row for all steps together."""
     return prediction_study.table(prediction_study.written(paths))
 
 
@@ -84,12 +84,12 @@ def held_out(paths: Sequence[Path]) -> str:
 
 
 def optimality(paths: Sequence[Path]) -> str:
-    """Orders beside proved bounds."""
+    """Simulated times of orders beside proved lower bounds."""
     return optimality_study.table(optimality_study.read(paths[0]))
 
 
 def robustness(paths: Sequence[Path]) -> str:
-    """Orders under changed costs."""
+    """Speed-ups of orders under changed costs."""
     return robustness_study.table([robustness_study.Row(**r) for r in _load(paths[0])["results"]])
 
 
@@ -99,7 +99,7 @@ def solve_time(paths: Sequence[Path]) -> str:
 
 
 def policy_and_reference(paths: Sequence[Path]) -> str:
-    """A policy and its reference on paper, a table for each file."""
+    """Predicted steps of a policy with and without a reference model, a table for each file."""
     tables = [policy_study.table([policy_study.Row(**r) for r in _load(path)]) for path in paths]
     return "\n\n".join(f"**{path.stem}**\n\n{text}" for path, text in zip(paths, tables, strict=True))
 

@@ -66,7 +66,7 @@ class Row:
     setting: str
 
     def cells(self) -> tuple[str, ...]:
-        """Raises DhelixError if the file lacks the program."""
+        """The text of each cell. Raises DhelixError if the file lacks the program."""
         run = strand_results.read(RESULTS / f"{self.file}.json")
         for group in strand_results.groups([run]):
             for ours in group.results:

@@ -1,4 +1,4 @@
-"""Memory of pipelined train steps: the fold compared with 1F1B and the bidirectional pipeline. No GPU is needed.
+"""Memory of pipelined steps: W and interleaved SI beside 1F1B and the bidirectional pipeline. No GPU is needed.
 
     python benchmarks/pipeline/memory.py steps      # 64 H200s, Llama-66B: peak and compile time
     python benchmarks/pipeline/memory.py largest    # 2 and 4 H200s: the largest model of Llama-8B's layers
@@ -12,14 +12,15 @@ results that do not reuse an argument's memory. Its parts:
     gradients    float32 sums, as large as the parameters
     weights      bfloat16 stacks of the layers' weights, in the state of the compiled loops over ticks
     residuals    the ring of residuals, in the same state
-    rest         a tick's working memory, inboxes, gaps
+    rest         a tick's working memory, buffers for messages, gaps
 
 The bidirectional pipeline is not compiled. Its need is computed from W: a second copy of the layers adds their state,
 gradients and weights once more.
 
-The largest model is searched in steps of 2P layers, for all schedules alike. A line through two compiled sizes predicts
-it; then it is compiled. The tables also give a fractional number of layers: the point where the line through the two
-sizes nearest to the limit reaches the limit. It shows differences that are smaller than a step.
+The largest model is searched in steps of 2P layers on P stages, for all schedules alike. A straight line through the
+memory of two compiled sizes predicts the largest size, which is then compiled. The tables also give a fractional number
+of layers: the point where the line through the two sizes nearest to the limit reaches the limit. This number shows
+differences that are smaller than a step.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def sharded(need: Need, dp: int) -> Need:
     return dataclasses.replace(need, peak=need.peak - saved, state=need.state - saved)
 
 
-# The compared pipelines: name, compiled variant, and the change of its need.
+# The compared pipelines: name, compiled variant, and a function from the variant's memory to the pipeline's.
 COMPARED: tuple[tuple[str, str, Callable[[Need], Need]], ...] = (
     ("1F1B", ONE, lambda need: need),
     ("W", W, lambda need: need),
@@ -209,7 +210,7 @@ class Largest:
         self.needs = [need for need in needs if need.case == case.name]
 
     def search(self, variant: str, change: Callable[[Need], Need]) -> None:
-        """Compiles sizes until the line through them predicts no other size than the compiled ones."""
+        """Compiles sizes until the line through them predicts a size that is already compiled."""
         for layers in (self.step * 2, self.step * 4):
             self._need(variant, layers)
         known = 0
@@ -223,7 +224,7 @@ class Largest:
         return max(fit, key=lambda need: need.layers)
 
     def on_line(self, variant: str, change: Callable[[Need], Need]) -> float:
-        """The fractional number of layers at which the line through the two sizes nearest to the limit reaches it."""
+        """The fractional number of layers at which the line of the two sizes nearest to the limit reaches it."""
         needs = sorted(map(change, self._of(variant)), key=lambda need: abs(need.peak - self.case.limit))
         a, b = sorted(needs[:2], key=lambda need: need.layers)
         return a.layers + (self.case.limit - a.peak) / (b.peak - a.peak) * (b.layers - a.layers)
@@ -251,7 +252,7 @@ def say(need: Need) -> Need:
 
 
 def changes_of(case: Case) -> dict[str, Callable[[Need], Need]]:
-    """Changes of the optimizer state, by note: as compiled, and with data parallelism also split over it."""
+    """Ways to store parameters and moments, by note: as compiled and, with data parallelism, also split over DP."""
     found: dict[str, Callable[[Need], Need]] = {"": lambda need: need}
     if case.dp > 1:
         found[f"state split over DP {case.dp}"] = lambda need: sharded(need, case.dp)

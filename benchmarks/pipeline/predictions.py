@@ -1,4 +1,6 @@
-"""Predicts step times of pipelines without a GPU, from the layers and ends of compiled programs and the schedule.
+"""Predicts step times of pipelines without a GPU, from compiled programs and the schedule.
+
+*Ends* are the embedding and the head.
 
     W, interleaved SI    All trip counts are known: `passes.evaluation.timeline` simulates the whole program.
     1F1B and others      The evaluator simulates the bodies of the program's loops: a layer forward, backward, or both;
@@ -11,9 +13,9 @@
     without a pipeline   The whole program is simulated.
 
 Costs come from the profile. Layers and ends are timed at the clock that W's step settles at. In schedules that are not
-lockstep, a message takes as long as alone. Messages that overlap with the next tick (`phases.Messages`) do not slow it
-down. If layers communicate, the stages wait for these messages, because XLA does not overlap a loop that communicates
-with an exchange.
+lockstep, a message takes as long as without overlap. Messages that overlap with the next tick (`phases.Messages`) do
+not slow it down. If layers communicate, the stages wait for these messages, because XLA does not overlap an exchange
+with a loop that contains collectives.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Times:
       forward, backward: one layer.
       both: a layer forward co-executed with another one backward; None if there is no such loop.
       products: the matrix products of a layer forward.
-      head, embedding: one stage's part of them, forward and backward; 0 if no loop holds them alone.
+      head, embedding: one stage's part of them, forward and backward; 0 if they have no loop of their own.
       send: one message.
       beside: work outside the loops, once per step: optimizer, casts, sums over the mesh.
       communicates: whether a layer contains collectives.
@@ -89,7 +91,7 @@ class Predictions:
         self.times = {name: times_of(module, self.costs) for name, module in pipelines.items()}
 
     def all(self) -> dict[str, float]:
-        """Milliseconds of a step, also for the two pipelines that have no program."""
+        """Predicted milliseconds of a step by variant, also for the two pipelines that have no program."""
         found = {name: self._step(VARIANTS[name]) for name in self.programs}
         zero_bubble = [self._zero_bubble(name) for name in self.times if VARIANTS[name].schedule == "1f1b"]
         both_ways = [self._bidirectional(name, found[name]) for name in self.times if VARIANTS[name].schedule == "w"]
@@ -147,7 +149,7 @@ class Predictions:
 
 
 def times_of(module: HloModule, costs: Costs) -> Times:
-    """The times of a program's parts. Each one is the median over all loops of its kind, one in each loop over ticks.
+    """The times of a program's parts. Times of layers and ends are medians over all loops of the same kind.
 
     Raises:
       DhelixError: the layers have no loops, as in chunks of one layer.

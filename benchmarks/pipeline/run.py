@@ -1,4 +1,4 @@
-"""Step time of pipelines on the GPUs of one host: the fold with two strands compared with other schedules.
+"""Measures step times of pipelines on the GPUs of one host: two strands (W, interleaved SI) and other schedules.
 
     python benchmarks/pipeline/run.py --stages 2 --settings no_p2p,no_p2p_connections1 --budget_s 550 --out DIR
     python benchmarks/pipeline/run.py --stages 4 --settings default,copy_engine1 --budget_s 550 --out DIR
@@ -55,7 +55,10 @@ def main() -> None:
 
 
 def complete(arguments: argparse.Namespace) -> None:
-    """Looks up names, and sets the options that a worker of `strands/run.py` expects. Raises DhelixError."""
+    """Looks up names, and sets the options that a worker of `strands/run.py` expects.
+
+    Raises DhelixError if the arguments are invalid.
+    """
     arguments.settings = chosen(arguments.settings, SETTINGS, "setting")
     names = "; ".join(VARIANTS) if arguments.variants.strip() == "all" else arguments.variants
     arguments.variants = chosen(names, VARIANTS, "variant")

@@ -4,7 +4,7 @@
 
 Files of one workload on one machine make one set of tables, with one table for each link. *Speed-up* is over the best
 pipeline baseline: the fastest pipeline without dhelix, under any setting of the link. A sentence above the table also
-gives it over the fastest step without a pipeline.
+gives the speed-up over the fastest step without a pipeline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dhelix.benchmarks.strands.tables import BF16, command_line
 from dhelix.benchmarks.strands.variants import SETTINGS, XLA
 from dhelix.errors import DhelixError
 
-# Goals of issue "Pipeline fold", PP 2 x TP 2: link -> (must, aim) of the speed-up over the best pipeline baseline.
+# Goals for PP 2 x TP 2: link -> (must, aim) of the speed-up over the best pipeline baseline.
 GOALS = {"no-p2p": (1.05, 1.12)}
 
 
@@ -49,7 +49,7 @@ class Group:
         return any(r.steps_ms for r in self.results)
 
     def time(self, result: Result) -> float:
-        """Milliseconds: measured if the group is, else predicted."""
+        """The step time in milliseconds: measured if the group has measured results, else predicted."""
         return result.median_ms if self.measured else result.predicted_ms or 0.0
 
     @property

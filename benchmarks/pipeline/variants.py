@@ -1,17 +1,18 @@
 """The train steps that `run.py` compares: one model and batch on the same GPUs, as pipelines and without a pipeline.
 
 A pipeline variant has a schedule (`passes.pipeline_fold`), owners of embedding and head, and an order of instructions.
-The baselines are available without strands: 1F1B, interleaved 1F1B with two or four chunks per stage, DualPipeV, and
+The baselines do not need dhelix's strands: 1F1B, interleaved 1F1B with two or four chunks per stage, DualPipeV, and
 steps without a pipeline. They run in XLA's order, under every launch setting that dhelix's variants run under.
-DualPipeV also co-executes; in an order of dhelix it counts as dhelix's. W and interleaved SI count as dhelix's in any
-order.
+DualPipeV also runs a forward and a backward together. In an order made by dhelix, it counts as dhelix's. W and
+interleaved SI count as dhelix's in any order. *Ends* are the embedding and the head:
 
     own ends       the stage of the first chunk computes the embedding, the stage of the last chunk the head
     shared ends    each stage holds a part of the vocabulary, and all stages compute the ends together
 
 The literature defines 1F1B and the other baselines with own ends. They also run with shared ends, and the faster form
 counts. With own ends, the other stages wait, and all stages store the ends and sum their gradients. With shared ends,
-all stages must meet. In 1F1B a forward then waits for a backward each time; the other schedules lose little.
+all stages must compute an end at the same time. In 1F1B, a forward then waits for a backward each time. The other
+schedules lose little.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Variant:
     Attributes:
       schedule: the pipeline's schedule, one of `passes.pipeline_fold.SCHEDULES`; "": no pipeline.
       order: scheduler of the instructions: "xla", or a schedule of `strand_interleave`.
-      shared_ends: see above; for pipelines only.
+      shared_ends: whether all stages share embedding and head; for pipelines only.
       sharding: "shard_map", or "auto" for XLA's partitioner; without a pipeline only.
       dp: data parallelism instead of tensor parallelism; without a pipeline only.
-      sends_beside: as in `Fold`.
+      sends_beside: whether messages overlap with compute, as in `Fold`.
       chunks: chunks per stage of interleaved schedules.
     """
 
@@ -110,17 +111,17 @@ ESSENTIAL = (
 )
 
 NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
-"""No CUDA graphs: they cannot hold loops whose trip count is unknown at compile time, and profiles are without them."""
+"""No CUDA graphs: they cannot hold loops whose trip count XLA does not know, and profiles were measured without."""
 
 
 def training_of(
     variant: Variant, config: LlamaConfig, stages: int, tp: int, microbatches: int, devices: Any, dp: int = 1
 ) -> Training:
-    """The train step on stages x dp x tp GPUs. Without a pipeline, these GPUs are the variant's dp times tp.
+    """The train step on stages x dp x tp GPUs. Without a pipeline, it has the variant's dp, and tp takes the rest.
 
     Args:
       microbatches: sequences of the batch per data-parallel group of a pipeline. A step without a pipeline has
-        `microbatches` over the variant's dp.
+        `microbatches / variant.dp` micro-batches.
     """
     optimizer = optax.adamw(1e-4)
     if variant.pipelined:
@@ -146,5 +147,5 @@ def options_of(variant: Variant, training: Training, setting: Setting) -> dict[s
     passes = () if variant.kind == XLA else default_passes(order, model=model, hardware=setting.hardware)
     if not isinstance(training, PipelinedTraining):
         return {"passes": passes}
-    passes = [one for one in passes if one.stage is not Stage.LOWERED]  # the pipeline has its strands
+    passes = [one for one in passes if one.stage is not Stage.LOWERED]  # the pipeline's schedule makes the strands
     return {"passes": passes, "pipeline": training.fold, "microbatches": training.microbatches}

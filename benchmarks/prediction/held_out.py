@@ -3,9 +3,10 @@
     python benchmarks/prediction/held_out.py profiles/data/h200-nvlink.json --out held_out.json
 
 Leaves out each operator shape in turn with all its pairs, then each collective size, then everything of one model's
-train step. A model fitted on the rest predicts the excess P - max(T_i, T_j) of what was left out
-(dhelix.benchmarks.prediction.left_out). Prints mean absolute errors per launch setting, in us and as a fraction of
-max(T_i, T_j). It compares the model with the best constant slow-down, perfect overlap (`max`) and no overlap (`sum`).
+train step. P is the time of a pair, and T_i and T_j are its sides' times alone. A model fitted to the remaining pairs
+predicts the excess P - max(T_i, T_j) of the pairs that were left out (dhelix.benchmarks.prediction.left_out). Prints
+mean absolute errors per launch setting, in us and as a fraction of max(T_i, T_j). The model is compared with the best
+constant slow-down, perfect overlap (`max`) and no overlap (`sum`).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """How well the contention model predicts pairs of shapes that it has never seen.
 
-One thing after another is left out, with all pairs that contain it. A model is fitted on the rest. It predicts the
-left-out pairs from the times alone that were measured with them. These things are left out:
+One thing after another is left out, with all pairs that contain it. A model is fitted to the remaining pairs. It
+predicts the times of the left-out pairs from the measured times of their sides alone. These things are left out:
 
 - `operators`: every shape of an operator, whatever its layout, library and launch order;
 - `collectives`: every size of a collective, whatever its kind;
@@ -9,10 +9,10 @@ left-out pairs from the times alone that were measured with them. These things a
   operators are those measured in pairs with them. All-gathers of several groups are ignored, because operators of every
   model overlap with them. Pairs of an operator that two models share are in neither's training set.
 
-The target is the excess P - max(T_i, T_j): how much longer a pair takes than with perfect overlap. The model competes
-with three simple predictions: `max` (perfect overlap), `sum` (in turn), and `constant`, one rate per side while both
-run. `constant` uses the best rates for the training pairs with the same roles (which side is a collective, which was
-launched first).
+The target is the excess P - max(T_i, T_j): how much longer a pair takes (P) than with perfect overlap. T_i and T_j are
+the times of both sides alone. The model competes with three simple predictions: `max` (perfect overlap), `sum` (no
+overlap), and `constant`. In `constant`, each side runs at a constant rate while both run. The rates are the best ones
+for the training pairs with the same roles: which side is a collective, and which side was launched first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class _Prediction:
-    """`left_out` names the left-out thing, `operator` the shape of the pair's first operator; times are seconds."""
+    """`left_out` names what was left out, and `operator` the pair's first operator by shape. Times are in seconds."""
 
     roles: str
     left_out: str
@@ -90,7 +90,7 @@ class _Prediction:
 
 
 def evaluate(section: Section, hardware: Hardware) -> tuple[HeldOut, ...]:
-    """One result for each kind of left-out thing and each kind of roles."""
+    """One result for each of LEFT_OUT and each combination of roles, and one for all roles together."""
     known = {k: t for k, t in section.pairs.items() if min(t.first_alone, t.second_alone) > 0.0}
     section = replace(section, pairs=known)
     results = []
@@ -165,7 +165,7 @@ def _shown(section: Section, left_out: str) -> dict[PairKey, set[str]]:
 def _shape(key: Key) -> str:
     """An operator's kind and sizes, without layout and library; a collective's bytes, without kind and mesh.
 
-    All variants of a shape are left out together, because the others would reveal too much about each.
+    All variants of a shape are left out together, because variants in the training set would reveal too much.
     """
     if isinstance(key, CollectiveKey):
         return f"{key.bytes}B"
@@ -195,7 +195,7 @@ def _predict(
     predictions = []
     for pair in tested:
         timing, roles = section.pairs[pair], _roles(pair)
-        # No training pair has these roles: there is no constant, and the model uses only the hardware's rates.
+        # If no training pair has these roles, there is no constant, and the model uses only the hardware's rates.
         if roles not in constants:
             continue
         first, second = timing.first_alone, timing.second_alone

@@ -1,13 +1,14 @@
-"""What today's dhelix predicts for measured steps: re-evaluates results of `strands/run.py` and `pipeline/run.py`.
+"""Predicts measured steps again, with today's dhelix: the results of `strands/run.py` and `pipeline/run.py`.
 
     python benchmarks/prediction/predictions.py benchmarks/results/strands_h200x*.json --out DIR
     python benchmarks/prediction/predictions.py benchmarks/results/pipeline_h200x*.json --out DIR
     python benchmarks/prediction/predictions.py --tables DIR/predictions*.json    # prints the table
 
 Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
-cap on channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
-Rows of removed variants, settings and workloads, and of several nodes, are left out. `measured` is the time of
-consecutive steps, at the clock of a warm GPU, as users see it. A traced step, if there is one, is slightly shorter.
+cap on NCCL channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
+Results of several nodes, and of variants, settings and workloads that were removed, are left out. `measured` is the
+time of consecutive steps, at the clock of a warm GPU, as users see it. A traced step, if there is one, is slightly
+shorter.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True)
 class Step:
-    """One program of one run, in milliseconds.
+    """The step times of one program in one run, in milliseconds.
 
     Attributes:
       file: name of the results file without its suffix.
       link: "NVLink", "capped NVLink" or "no peer-to-peer".
-      traced: a step under the profiler; 0 if none was traced.
+      traced: time of a step under the profiler; 0 if none was traced.
     """
 
     file: str
@@ -91,7 +92,7 @@ def _read(file: Path) -> Run:
 
 
 def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
-    """Setting, variant, and milliseconds of a step among consecutive steps, and of a traced step (0 if none)."""
+    """Yields setting, variant, median step time, and time of a traced step (0 if none), both in milliseconds."""
     known = pipeline_variants.VARIANTS if "stages" in run.workload else strand_variants.VARIANTS
     if run.workload.get("unrolled") or (run.workload.get("channels") and not _costs(run.workload).is_dir()):
         return

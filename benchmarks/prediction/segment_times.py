@@ -1,4 +1,4 @@
-"""Compares the evaluator's times with measured ones, by segment of a plan and by kind of operator. Without a GPU.
+"""Compares the evaluator's times with measured ones, by segment of a plan and kind of operator. No GPU is needed.
 
     python benchmarks/prediction/segment_times.py --out DIR \\
         --step copy_engine1 "strands, dp" step.hlo.pb.gz trace-folder --step ...
@@ -7,9 +7,9 @@ Each `--step` is one measured step: its setting and variant (`strands/variants.p
 (`compiled_module(...).to_bytes()`), and a trace. The trace is a folder of `jax.profiler.trace`, or the events of one
 GPU as JSON: a list of [start in ms, duration in ms, stream, instruction, ...]. Module and JSON may be gzipped.
 
-Times are of one run of a plan's body, a computation in which both strands are alive. The evaluator predicts them with
-the shipped profile; the measured time is the median of all runs in the trace. An operator counts as *beside*
-communication if the evaluator overlaps it with communication.
+Times are of one run of a plan's body: a computation that the plan orders. The evaluator predicts them with the shipped
+profile. A measured time is the median of all runs in the trace. An operator counts as *beside* communication if overlap
+slows it down in the evaluation.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _KINDS = {"gemm": "products", "grouped-gemm": "products", "attention": "attentio
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment of a plan, in microseconds. `run`: names of its operators in launch order."""
+    """One segment of a plan, in microseconds. `run` names its operators in launch order."""
 
     setting: str
     variant: str
@@ -56,8 +56,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Kind:
-    """All operators of a kind in one run of a body, in microseconds: alone, predicted in the body's order, and
-    measured.
+    """Summed times of all operators of one kind, in one run of each body, in microseconds.
+
+    There are three: alone, predicted in the body's order, and measured.
     """
 
     setting: str
@@ -71,7 +72,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that ran; executions are those of the first GPU."""
+    """A step that ran. `found` holds its executions on the first GPU."""
 
     setting: str
     variant: str

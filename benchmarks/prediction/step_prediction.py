@@ -1,4 +1,4 @@
-"""Predicts a model's step without overlap from a profile of fewer layers, and measures it.
+"""Predicts a step without overlap from a profile that was measured with fewer layers, and measures the step.
 
     python benchmarks/prediction/step_prediction.py profiles/data/h200-nvlink.json --layers 8 --out DIR
 

@@ -3,9 +3,9 @@
     python benchmarks/programs/fixed_steps.py --out before.json      # then change the code
     python benchmarks/programs/fixed_steps.py --against before.json  # status 1 and a line for each that differs
 
-Steps are compiled for H200s that this machine does not have. A step has three digests: of the program after the lowered
-passes, of the compiled program in its order, and of the compiled order as a plan that is written and read again. The
-first two leave out text that does not affect the computation (metadata, and the marker in names).
+Steps are compiled for H200s that this machine does not have. A step has three digests: of the program after the passes
+of stage LOWERED, of the compiled program in its order, and of the compiled order as a plan that is written and read
+again. The first two leave out text that does not affect the computation (metadata, and dhelix's marker in names).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def digests(options: dict[str, Any], interleaving: dict[str, Any]) -> dict[str, str]:
-    """The digests of one step: after the lowered passes, compiled, and as a plan."""
+    """The digests of one step: after the passes of stage LOWERED, compiled, and as a plan."""
     chosen = trainer.Options(**options)
     training, batch = profile_step.deviceless_training(chosen, "h200")
     step: Any = trainer.make_step(training, False, StepOptions(**interleaving))

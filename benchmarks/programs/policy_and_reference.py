@@ -1,4 +1,4 @@
-"""Exposed communication that a frozen reference model adds to a GRPO step, predicted without a GPU.
+"""Predicts without a GPU how much exposed communication a frozen reference model adds to a GRPO step.
 
     python benchmarks/programs/policy_and_reference.py --tp 2,4 --out DIR
     python benchmarks/programs/policy_and_reference.py --tables DIR/policy_and_reference.json
@@ -34,7 +34,7 @@ class Row:
     Attributes:
       exposed: time in which communication runs and compute waits.
       memory: temporaries by the compiler's count; with strands, before they are ordered.
-      merged: merged layer loops in the strand loop.
+      merged: names of the loops in which layers of both strands run together.
     """
 
     gpu: str
@@ -111,7 +111,7 @@ def make_step(config: Any, mesh: Any, microbatches: int, with_reference: bool) -
 
 
 def compiled(step: Any, arguments: tuple[Any, ...], gpu: str, mesh: Any, strands: bool) -> tuple[Any, tuple[str, ...]]:
-    """The program before the passes that order it, and the names of its merged layer loops."""
+    """The program before the passes that order it, and the names of the loops with layers of both strands."""
     import jax
 
     from dhelix import strand_interleave

@@ -2,11 +2,11 @@
 
     python benchmarks/programs/replica_losses.py --out results.json              # in this process's launch setting
 
-The gradients of most of these losses are more than one product per layer. The model has eight layers of two matrices
-(width 4096, hidden 8192, sequence 2048, bfloat16, rematerialized, SGD, four micro-batches). XLA's partitioner makes the
-data parallelism over all GPUs. For each loss, three programs take turns: XLA's with default options, XLA's with
-pipelined collectives, and dhelix's. Times are medians of the timed steps. The losses of the first and the last step are
-recorded, too.
+For most of these losses, the gradient of a layer's weight is more than one matrix product. The model has eight layers
+of two matrices (width 4096, hidden 8192, sequence 2048, bfloat16, rematerialized, SGD, four micro-batches). XLA's
+partitioner makes the data parallelism over all GPUs. For each loss, three programs take turns: XLA's with default
+options, XLA's with pipelined collectives, and dhelix's. Times are medians of the timed steps. The losses of the first
+and the last step are recorded, too.
 """
 
 from __future__ import annotations

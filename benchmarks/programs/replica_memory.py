@@ -1,4 +1,4 @@
-"""Temporary memory of steps that replicate parameters over a mesh axis, compiled for H200s without having one.
+"""Temporary memory of steps that replicate parameters over a mesh axis, compiled for H200s. No GPU is needed.
 
     python benchmarks/programs/replica_memory.py                      # a table of all meshes and loops
     python benchmarks/programs/replica_memory.py --meshes dp=4 --loops own

@@ -4,10 +4,10 @@
     python benchmarks/programs/structure.py                           # all cases
     python benchmarks/programs/structure.py --cases "4 GPUs;M = 3"
 
-Needs the extra `compile`. For each case it prints the peak memory of both programs (`memory_analysis()`: arguments,
-temporaries and outputs). It also prints the number of layer loops in the strand loop, the number of those that hold
-both strands, and the copies of whole stacks (residuals, weights, or gradients of all layers) inside and outside of the
-layer loops.
+Needs the extra `compile`. For each case it prints XLA's peak memory of both programs (`memory_analysis()`). The strand
+loop is the outermost loop that computes for both strands. The script also prints the number of layer loops in it, and
+how many of them hold both strands. Last, it prints the numbers of copies of whole stacks (residuals, weights, or
+gradients of all layers) inside and outside of the layer loops.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def _strands(loop: "Instruction") -> set[str]:
 
 
 def _stack_sizes(loop: "Instruction") -> set[int]:
-    """Sizes in bytes of the loop-carried arrays that have one slot per iteration; arrays below 1 MiB do not count."""
+    """Sizes in bytes of the loop's arrays whose first dimension is the trip count; below 1 MiB they do not count."""
     from dhelix.passes.hlo import WhileLoop, shapes
 
     trips = loop.proto.backend_config.decode().partition('"known_trip_count":{"n":"')[2].partition('"')[0]

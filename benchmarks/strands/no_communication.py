@@ -1,4 +1,4 @@
-"""Replaces every collective by a local copy of the same shapes. The step's time is then the bound of overlap.
+"""Replaces every collective by a local copy of the same shapes. The step's time then bounds what overlap can reach.
 
 Before:                                                    After, over n devices:
     g = bf16[1,8192,4096] all-gather(x), dimensions={1}        g = concatenate(x, x, ...)       n times

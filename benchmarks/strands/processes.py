@@ -35,7 +35,7 @@ from dhelix.runtime.processes.nodes import emulated_nodes
 
 PART_DONE = "dhelix: this part is done"
 _CHOICES, _CHOSEN = "autotune.pbtxt", "autotune.part.pbtxt"
-_MEMORY = 0.9  # of a GPU, for all processes together
+_MEMORY = 0.9  # fraction of a GPU's memory for all processes together
 
 
 class Job:
@@ -104,12 +104,12 @@ def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[bool, str]:
-    """Waits until all processes have done their part or ended, one has failed, or `deadline` has passed.
+    """Waits until every process has done its part or has ended, but not beyond `deadline`.
 
     One failure stops the wait, because the other processes would wait for the failed one forever.
 
     Returns:
-      Whether the processes have more parts, and the problem if there was one. Without more parts, all are ended.
+      Whether the processes have more parts, and the problem if there was one. If they have none, they are killed.
     """
     working, paused, problem = list(processes), 0, ""
     while working and not problem:
@@ -141,7 +141,7 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple
 
 
 def end_part() -> None:
-    """Called in a job's process: waits for its next turn."""
+    """Tells the parent process that a part is done, and waits for the next turn. A job's process calls this."""
     print(PART_DONE, flush=True)
     if not sys.stdin.readline():
         sys.exit("nobody is there to say when to go on")

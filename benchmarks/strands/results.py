@@ -1,7 +1,7 @@
 """Results of `strands/run.py`: the JSON files, and quantities computed from several results.
 
-A file holds one call. Results of several files are compared only if workload, machine and link agree. Times of
-different machines are not compared, because machines of the same kind differ in speed.
+A file holds the results of one call. Results of several files are compared only if workload, machine and link agree.
+Times of different machines are not compared, because machines of the same kind differ in speed.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Group:
         return next((found[name] for name in either(variant) if name in found), None)
 
     def plain(self, result: Result) -> Result | None:
-        """The plain program that `result` is compared with in memory and loss: of the same setting if there is one."""
+        """The plain program whose memory and losses `result` is compared with; under the same setting, if possible."""
         others = (self.find(r.setting, "plain") for r in self.results)
         return self.find(result.setting, "plain") or next(filter(None, others), None)
 
@@ -210,7 +210,7 @@ class Group:
         return next((r for r in bounds if r.setting == result.setting), None) or next(iter(bounds), None)
 
     def launch_interval(self, result: Result) -> float | None:
-        """The remaining fraction of `traced_cost`: compute waits for exposed communication or pauses."""
+        """The remaining fraction of `traced_cost`: compute waits for exposed communication, or kernels pause."""
         hidden, slower = self.traced_hidden(result), self.slow_down(result)
         return None if hidden is None or slower is None else 1.0 - hidden - slower
 
@@ -269,7 +269,7 @@ class Cause:
 def causes(group: Group) -> list[Cause]:
     """Splits the gain over the plain program into causes, one after the other. Leaves out causes that were not run.
 
-    Each row takes the fastest program that it allows. It also allows all programs of the rows before it.
+    A cause allows certain programs, and all programs of the causes before it. Its time is that of the fastest one.
     """
     ours = [r for r in group.results if VARIANTS[r.variant].structure == "strands" and r.kind == OURS]
     whole = [r for r in ours if not VARIANTS[r.variant].decomposed]
@@ -303,7 +303,7 @@ _STRANDS, _ORDER = "strands", "order"
 
 
 def _start(group: Group, in_xlas_order: Sequence[Result]) -> Result | None:
-    """The plain program, if possible of a setting in which strands in XLA's order ran, too."""
+    """The plain program, if possible under a setting in which strands also ran in XLA's order."""
     plain = [r for r in group.results if r.variant in either("plain")]
     settings = {r.setting for r in in_xlas_order}
     return next((r for r in plain if r.setting in settings), None) or next(iter(plain), None)
@@ -316,7 +316,7 @@ def _first(name: str, after: Result) -> str:
 
 
 def _split_copies(group: Group, setting: str, found: list[Cause]) -> list[Cause]:
-    """Splits the row "strands": strands copy less, which saves time even without communication; the rest is overlap."""
+    """Splits the row "strands" into saved copies, which save time even without communication, and overlap."""
     plain, strands = (group.find(setting, f"{name}, no communication") for name in ("plain", "strands"))
     if not found or found[0].name != _STRANDS or plain is None or strands is None:
         return found

@@ -6,8 +6,9 @@ pairing:
     forward     norm   all-gather   product   attention   ...        norm, wgrad, all-gather, product, product, ...
     backward    wgrad  product      product   reduce-scatter         one of each at a time; the longer rest follows
 
-So a collective overlaps with the next operator of the other strand, or until an operator needs its result. If the next
-operator needs a result that is not there yet, the other strand continues. Bodies without two strands keep XLA's order.
+So a collective overlaps with the operators that follow it, until one of them needs its result. If the next operator of
+a strand needs an operator that has not been placed yet, the other strand continues. Bodies without two strands keep
+XLA's order.
 
 Legality and memory are as for any order (`passes/ordering/order_rules.py`). As a baseline, the order is applied even if
 it is predicted to be slower. An order that needs more memory than allowed is not applied, and a note says so.

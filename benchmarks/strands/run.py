@@ -1,4 +1,4 @@
-"""Step time of a Llama train step: XLA alone, two strands under every schedule, and without communication.
+"""Measures a train step as compiled by XLA alone, with two strands under each schedule, and without communication.
 
     python benchmarks/strands/run.py --settings default,connections1,copy_engine1 --out DIR
     python benchmarks/strands/run.py --microbatches 4 --settings no_p2p --variants "plain; strands, dp"
@@ -9,9 +9,9 @@ A launch setting holds for a whole process, so each setting has its own process 
 round by round, and so do the variants of a setting (`worker.py`). So a slow period of the machine affects all of them.
 The settings share each GPU's memory. With `--one_by_one`, they run one after the other, each with all of the memory.
 
-The results file is written after every turn. With `--budget_s`, rounds and traces that no longer fit are skipped; with
-`--one_by_one`, so are settings. The file lists what was skipped. Files of several calls on one machine make one set of
-tables (`tables.py`).
+The results file is written after every turn. With `--budget_s`, rounds and traces that no longer fit are skipped. With
+`--one_by_one`, whole settings may be skipped, too. The file lists what was skipped. Files of several calls on one
+machine make one set of tables (`tables.py`).
 """
 
 from __future__ import annotations

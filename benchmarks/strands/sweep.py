@@ -1,11 +1,12 @@
-"""Gain of strands by share of communication: runs `strands/run.py` on several workloads and draws a picture.
+"""Draws the gain of strands by share of communication, from runs of `strands/run.py` on several workloads.
 
     python benchmarks/strands/sweep.py --tp 2,4 --seq 4096,8192 --channels 0,4 --budget_s 500 --out DIR
     python benchmarks/strands/sweep.py --plot DIR/*.json --picture docs/images/strands-sweep.png
 
-The share of communication is that of XLA's best program: (plain - no communication) / plain. Limits on NCCL's channels
-raise it, as slower links would. With `--profile`, `dhelix profile` first measures operators under each limit, as a user
-of such a link would. Without it, dhelix's order is made for the link without a limit.
+The share of communication is the fraction of the step that it costs XLA's best program: 1 - time without communication
+/ time. Limits on NCCL's channels raise it, as slower links would. With `--profile`, `dhelix profile` first measures
+operators under each limit, as a user of such a link would. Without `--profile`, dhelix's order is made for the link
+without a limit.
 
 The picture also shows the papers' results, if they publish both numbers (`profiles/papers/published.py`). Their share
 is the fraction of time that the Megatron-LM baseline spends in collectives, on other GPUs.
@@ -87,7 +88,7 @@ def _published(numbers: Sequence[Published], system: str, workload: str, quantit
 
 
 def save_png(drawn: Sequence[Point], path: Path) -> None:
-    """Draws speed-up over share, and the bound, at which a step takes the longer of communication and the rest."""
+    """Draws speed-ups by share, and their bound: the step takes as long as the longer of communication and the rest."""
     import matplotlib
 
     matplotlib.use("Agg")

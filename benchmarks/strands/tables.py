@@ -17,7 +17,7 @@ from dhelix.benchmarks.strands.results import Group, Result, Run, causes, groups
 from dhelix.benchmarks.strands.variants import BOUND, SETTINGS, XLA, either
 from dhelix.errors import DhelixError
 
-# Goals of issue "Strand pairing": link -> (must, aim) of the speed-up over XLA's best, TP over 4 GPUs.
+# Goals for TP over 4 GPUs: link -> (must, aim) of the speed-up over XLA's best.
 GOALS = {"nvlink": (1.12, 1.18), "no-p2p": (1.27, 1.32), "two-nodes": (1.05, 1.10)}
 
 BF16 = 2.0**-8

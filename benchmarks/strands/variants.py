@@ -66,7 +66,7 @@ class Setting:
         return "NCCL_CTA_POLICY" in self.environment
 
     def costs(self, link: str = "") -> CostModel:
-        """Costs from the shipped profile. If the link has no such launch setting, those of `default`.
+        """Costs from the shipped profile. If it has no such launch setting, the costs of `default`.
 
         Args:
           link: replaces the setting's own link.
@@ -93,7 +93,7 @@ def _as_profiled(name: str, profiled: str, environment: Mapping[str, str] = _EMP
 
 
 def _copy_engines(connections: int) -> Setting:
-    """Copy engines with `connections` CUDA connections. With one, a copy delays everything launched after it."""
+    """Copy engines with `connections` CUDA connections. With one connection, a copy delays all later launches."""
     return _as_profiled(f"copy_engine{connections}", "copy-engine1", {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)})
 
 
@@ -140,7 +140,7 @@ class Variant:
       order: scheduler: "xla", or a name in `_ORDERS`.
       options: XLA options for this program; the key "optimization_level" is JAX's.
       decomposed: reduce-scatters and all-gathers become all-to-alls if the profile says that this is faster. A plain
-        program with them still counts as XLA's, so XLA has every implementation that dhelix uses.
+        program with all-to-alls still counts as XLA's, so XLA has every implementation that dhelix uses.
       partitioned: where one strand runs alone, chains from a gather to a scatter are split if the profile says that
         this pays.
       reduced: gradients are reduced over data-parallel replicas layer by layer if the profile says that this pays.
@@ -270,7 +270,7 @@ SCHEDULES = (
 """Every schedule that a user can choose, and the changes that a plan can add; used to check results. The decorator's
 "intra_batch" has best matmuls and no graphs; "plain, intra_batch" is its order alone."""
 
-_STRANDS = strand_passes()  # the decorator's structure passes; XLA orders
+_STRANDS = strand_passes()  # the decorator's passes that make strands; XLA chooses the order
 
 
 def _less(name: str) -> tuple[Any, ...]:
@@ -319,7 +319,7 @@ def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -
 
 
 def chosen(names: str, known: Mapping[str, Any], what: str) -> list[str]:
-    """Splits names at `;`, or also at commas if no known name contains one. Raises DhelixError for unknown names."""
+    """Splits names at `;`, and at commas if no known name contains a comma. Raises DhelixError for unknown names."""
     if not any("," in name for name in known):
         names = names.replace(",", ";")
     found = list(dict.fromkeys(name.strip() for name in names.split(";") if name.strip()))

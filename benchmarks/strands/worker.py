@@ -2,7 +2,7 @@
 
 The process reads its options from one JSON argument, and writes results to a file as they come. In order:
 
-1. It compiles the first variant, which tunes unknown products, then the others, several at a time.
+1. It compiles the first variant, which autotunes new products. Then it compiles the others, several at a time.
 2. Each variant runs its first steps from the same state, so losses can be compared.
 3. It runs rounds of timed steps. The variants pass one state on to each other.
 4. It traces one step of each variant.
@@ -264,7 +264,7 @@ class Worker:
     # --- Book-keeping.
 
     def late(self, share: float) -> bool:
-        """Whether this share of the time is spent. False in distributed runs, where all processes must agree."""
+        """Whether this fraction of the time is spent. False in distributed runs, where all processes must agree."""
         return jax.process_count() == 1 and time.monotonic() - self.began > share * self.options.seconds
 
     def fail(self, result: Result, what: str, error: Exception) -> None:
@@ -314,7 +314,7 @@ def rows(options: Namespace) -> int:
 
 
 def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
-    """Narrows `config` so that each of `tp` GPUs has the heads, FFN and vocabulary that each of `shards` would have.
+    """Narrows `config` so that each of `tp` GPUs has the heads, FFN and vocabulary of one of `shards` GPUs.
 
     Raises:
       DhelixError: a size is not divisible.

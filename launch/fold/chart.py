@@ -1,10 +1,11 @@
 """Chart of a pipeline schedule in the style of DHelix figure 8: time to the right, one row per stage.
 
 A block is the work of one chunk on one micro-batch, labelled with the micro-batch's number. Light blocks are forward,
-dark blocks are backward. If a stage goes forward and backward in one tick, both blocks together are an SI block, and
-forward is above backward. With P stages, groups of P micro-batches belong to strands alpha and beta in turn. Under the
-W and DualPipeV schedules, every SI block then holds one micro-batch of each strand, and a block has the colour of its
-strand. Lines follow the first micro-batch of each strand through the stages, forward and then backward.
+dark blocks are backward. If a stage goes forward and backward in one tick, both blocks together are an SI (strand
+interleaving) block, and forward is above backward. With P stages, groups of P micro-batches belong to strands alpha and
+beta in turn. Under the W and DualPipeV schedules, every SI block then holds one micro-batch of each strand, and a block
+has the colour of its strand. Lines follow the first micro-batch of each strand through the stages, forward and then
+backward.
 
     fold_chart.save(fold_chart.chart(schedule, cell_times(schedule, costs)), "fold.svg")
 """
@@ -39,14 +40,17 @@ TITLES = {
     "bidirectional": "bidirectional",
 }
 _ROW = 0.9  # height of a row; the distance between rows is 1
-_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # inches: least and largest width, margin, block; DPI
+_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # inches: width limits, margin, median block; DPI
 _LARGEST, _SMALLEST = 9.0, 4.2  # font sizes in points; a number that would need a smaller font is left out
 _EDGE, _WORD = 0.7, 55.0  # gap between blocks, and least width of a phase whose name is written, in points
 
 
 @dataclass(frozen=True)
 class Block:
-    """The work of one chunk on one micro-batch. It fills its stage's row from `bottom` to `top`, between 0 and 1."""
+    """The work of one chunk on one micro-batch. It fills its stage's row from `bottom` to `top`.
+
+    Both are fractions of the row's height: 0 is the lower edge of the row, and 1 the upper edge.
+    """
 
     stage: int
     start: float

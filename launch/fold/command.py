@@ -3,7 +3,7 @@
     dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
 
 Layouts and schedules are data (`dhelix.passes.pipeline_fold`), and the time of a step follows from the time of a layer.
-So nothing is compiled, and nothing runs. docs/guide/pipeline.md explains the fold.
+So nothing is compiled, and nothing runs. docs/guide/pipeline.md explains layouts and schedules.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class FoldView:
     compared: Mapping[str, Evaluation | str]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON values. Numbers of layers, stages and micro-batches count from 0.
+        """Everything as JSON values. Layers, stages and micro-batches are numbered from 0.
 
         Times are in the unit of `costs`. `ticks` and `residuals` hold one list for each stage.
         """
@@ -94,7 +94,7 @@ def _numbers(found: Evaluation) -> dict[str, Any]:
 
 
 def summary(view: FoldView) -> str:
-    """A line of text with the bubble, the fraction of SI blocks, and the numbers of residual slots."""
+    """A line of text: the bubble, the fraction of ticks that are SI blocks, and the number of residual slots."""
     found = view.evaluation
     parts = [f"bubble {float(found.bubble_fraction):.1%} of a stage's work"]
     if found.co_executed_share:

@@ -1,6 +1,6 @@
 """When each cell of a pipeline schedule begins and ends, for the time axis of the chart.
 
-A cell is the work of one stage in one tick. The times follow the same rules as in `evaluate`:
+A cell is the work of one stage in one tick. The times follow the rules of `pipeline_fold.evaluate`:
 
     lockstep        a tick begins when the slowest stage has ended the previous tick, and messages have arrived
     not lockstep    a cell begins when its stage has ended its previous cell, and the cell's inputs have arrived
@@ -37,7 +37,7 @@ def _of_lockstep(schedule: Schedule, costs: PipelineCosts) -> Times:
 
 
 def _of_messages(schedule: Schedule, costs: PipelineCosts) -> Times:
-    """`cell_times` of a schedule that is not lockstep.
+    """`cell_times` of a schedule that does not run in lockstep.
 
     One pass over the ticks is enough, because `validate` ensures that a message is sent in an earlier tick than the
     tick in which it is read.

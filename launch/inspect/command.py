@@ -48,7 +48,10 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
-    """Runs `dhelix inspect`: inspects one dump or two, and prints and writes the results. Raises DhelixError."""
+    """Runs `dhelix inspect`: inspects one dump or two, and prints and writes the results.
+
+    Raises DhelixError if the command fails.
+    """
     if len(arguments) != 1:
         raise DhelixError(
             "give one dump to inspect (a file or folder of --xla_dump_to), and a second one with --compare"
@@ -93,7 +96,7 @@ def inspect_compiled(
       profile, setting: choose the costs; see `inspect_dump`.
 
     Raises:
-      DhelixError: the executable has no scheduled HLO, or `hardware` is unknown.
+      DhelixError: the executable has no scheduled HLO, `hardware` is unknown, or the file `profile` cannot be used.
     """
     module = compiled_module(compiled)
     if not module.is_scheduled:
@@ -124,8 +127,8 @@ def inspect_dump(
       inter_bandwidth: GB/s of each GPU between nodes, for collectives that were not measured; 0: the usual value.
 
     Raises:
-      DhelixError: the path has no scheduled and valid module, or the module is for another backend or for a GPU that
-        nothing describes, or `hardware` is unknown, or the profile has no such setting.
+      DhelixError: the path has no scheduled and valid module, `targets.choose` refuses the module's target, `hardware`
+        is unknown, or the file `profile` cannot be used or has no such setting.
     """
     found = dumps.read(path)
     gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
@@ -168,7 +171,7 @@ def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") 
 
 
 def to_json(found: Sequence[Inspection]) -> str:
-    """The inspections as a JSON object. Its key is `inspection`; for two, its keys are `before`, `after` and `gain`."""
+    """The inspections as a JSON object. For one, its key is `inspection`; for two, `before`, `after` and `gain`."""
     keys = ("before", "after") if len(found) == 2 else ("inspection",)
     data: dict[str, Any] = {key: i.to_dict() for key, i in zip(keys, found, strict=True)}
     if len(found) == 2:
@@ -329,7 +332,7 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
 
 
 def _unknown(inspection: Inspection) -> str:
-    """The targets of unknown custom calls that take the most time, in words."""
+    """Text about the three unknown custom calls that take the most time: target, family, executions and time."""
     unit = _time_unit([inspection])
     named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
     return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")

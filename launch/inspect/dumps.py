@@ -30,8 +30,8 @@ _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_pr
 _GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
 _ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
 _ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # old dumps also have the address
-_ON_HOST = " color 5, "  # XLA's number for host memory
-_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # bytes that every proto contains, and no text
+_ON_HOST = " color 5, "  # XLA's number of the memory space on the host
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # bytes that occur in every proto and in no text
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MLIR_BYTECODE = b"ML\xefR"
 
@@ -155,7 +155,7 @@ def memory_of(compiled: Any) -> Memory | None:
 
 
 def stem(path: Path) -> Path:
-    """The path without the endings for formats. All files of one module have the same stem."""
+    """The path without format endings, such as `.hlo.pb` or `.txt.gz`. All files of one module have the same stem."""
     name = path.name.removesuffix(".gz").removesuffix(".txt").removesuffix(".pb").removesuffix(".hlo")
     return path.with_name(name)
 

@@ -29,7 +29,7 @@ class ModuleText:
         reaches to the next module.
       line: number of the first line, counted from 1.
       is_whole: whether the entry computation has an end.
-      after: number of the first line after the module that belongs to no module; 0 if there is no such line.
+      after: number of the first line with text between this module's end and the next module; 0 if there is none.
     """
 
     name: str
@@ -65,7 +65,10 @@ def find_modules(text: str) -> list[ModuleText]:
 
 
 def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
-    """The largest complete and scheduled module, and notes on other modules and on text after the module."""
+    """The module to read, and notes on other modules and on text after the module.
+
+    Complete modules come first. Among them, scheduled modules come first. Among these, the largest is chosen.
+    """
     best = max(modules, key=lambda m: (m.is_whole, m.is_scheduled, len(m.text)))
     notes = []
     if len(modules) > 1:

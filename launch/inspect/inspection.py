@@ -50,7 +50,7 @@ _LANES = {
 
 @dataclass(frozen=True)
 class Under:
-    """An operator that runs under a collective. `ms` is the time of overlap in one execution of the collective."""
+    """An operator that overlaps with a collective. `ms` is the time of overlap in one execution of the collective."""
 
     instruction: str
     what: str
@@ -90,7 +90,7 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class UnknownKernel:
-    """All custom calls with the same target, which the cost model does not know. Times follow from the bytes moved.
+    """All custom calls with one target that the cost model does not know. Times follow from the bytes that they move.
 
     Attributes:
       instructions: number of these custom calls in the program.
@@ -131,7 +131,7 @@ class Inspection:
       host_ms: the part of `communication_ms` that is spent on transfers to and from the host's memory.
       collectives: collectives, messages and host transfers, most exposed first.
       unknown: unknown custom calls, longest total time first.
-      copies: copies inside loops of buffers of LARGE bytes or more, longest total time first.
+      copies: buffers of at least LARGE bytes that are copied or filled inside loops, longest total time first.
       memory: memory of one device; None if unknown.
       parts: the parts of the step's time; not in the JSON.
       picture: the timeline; not in the JSON.
@@ -257,8 +257,8 @@ def _collective(
     """The report on the collective that `instruction` starts.
 
     Args:
-      time: its time; None if the simulation does not run it, because it is in a branch of a conditional that is not
-        the longest, or in a loop without iterations.
+      time: the collective's time; None if the simulation does not run the collective. Then a conditional has a longer
+        branch, or the loop has no iterations.
     """
     found = communicates(instruction)
     assert found is not None  # callers pass only instructions that communicate

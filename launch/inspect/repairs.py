@@ -29,7 +29,7 @@ _SPELLINGS = (
 )
 _UNEXPECTED = re.compile(r'was parsing (\d+):\d+: error: unexpected attribute "([\w.\-]+)"')
 _UNPARSED = re.compile(r"was parsing (\d+):\d+: error: error parsing attribute ([\w.\-]+)")
-_INFORM = frozenset(("sharding", "origin", "metadata", "statistics"))  # do not change times, sizes or the order
+_INFORM = frozenset(("sharding", "origin", "metadata", "statistics"))  # these change no times, sizes or orders
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
 _ROUNDS = 60  # largest number of attributes to remove
 

@@ -5,7 +5,7 @@ XLA writes `*.gpu_target_config.pbtxt`, the target description, next to a module
     what the dump says                                                  GPU whose times are used
     the target description names a GPU that `hardware.py` describes     that GPU
     the target description describes another GPU                        a description made from it, and a note
-    the file's name has the compute capability alone, sm_9.0a           a GPU of that capability, and a note
+    the file's name gives only the compute capability, as in sm_9.0a    a GPU of that capability, and a note
     no information, or compiled for CPU                                 an H200, and a note
     another backend: TPU, ROCm                                          refused, unless the user names a GPU
 """
@@ -50,7 +50,7 @@ class Target:
     Attributes:
       backend: GPU, CPU, TPU or ROCm.
       gpu: name of the GPU in the dump; empty if the dump does not name a GPU.
-      hardware: the GPU whose times are used; None if the dump does not say enough, or if nothing describes `gpu`.
+      hardware: the GPU whose times are used; None if the dump does not say enough, or if dhelix does not know `gpu`.
       notes: sentences on where `hardware` comes from, if the user must know it.
     """
 
@@ -86,7 +86,7 @@ def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hard
       chosen: the GPU that the user has named, which is always taken; None if the user has named none.
 
     Raises:
-      DhelixError: the user has named no GPU, and the module is for another backend or for a GPU that nothing describes.
+      DhelixError: the user has named no GPU, and the module is for TPUs, ROCm or a GPU that dhelix does not know.
     """
     target = read(file, module)
     name = _a(chosen or DEFAULT)
@@ -111,7 +111,7 @@ def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hard
 
 
 def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
-    """The GPU whose times are used for devices that JAX calls `kind`, and a note if this is another GPU."""
+    """The GPU whose times are used for devices of JAX's kind `kind`; a default and a note if the kind is unknown."""
     gpu = hardware.ALL.get(hardware.gpu_name(kind))
     if gpu is not None:
         return gpu, ()

@@ -58,7 +58,10 @@ _AGAIN = 2  # a plan that needs more memory than allowed is made again at most t
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Makes a plan; with --trace, shows the measured times of a plan. Returns the exit status. Raises DhelixError."""
+    """Makes a plan; with --trace, shows the measured times of a plan. Returns the exit status.
+
+    Raises DhelixError if the command fails.
+    """
     chosen = values.flag_values_dict()
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     if chosen["trace"]:
@@ -70,7 +73,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
     if not chosen["verbose"]:
-        logging.set_verbosity(logging.ERROR)  # the headline and the table say the same, for example about guesses
+        logging.set_verbosity(logging.ERROR)  # warnings would repeat the headline and the table
     view = _make(chosen, arguments, console)
     if chosen["out"]:
         plan_files.save(view.best.plan, chosen["out"])
@@ -239,7 +242,7 @@ def _confirmed(
     work: _Work,
     console: Console,
 ) -> tuple[list[Candidate], Candidate, Memory]:
-    """Chooses the fastest plan that needs no more memory than the limit when the compiler assigns its buffers.
+    """Compiles the step with each plan, the fastest plan first, until a compiled step keeps within the memory limit.
 
     In a plan's order, the compiler may leave larger gaps between buffers than in XLA's order. A plan that exceeds the
     limit because of these gaps is made again (by `again`), at most twice. The new search allows for gaps of this size.
@@ -252,7 +255,7 @@ def _confirmed(
     """
     waiting: list[tuple[Candidate, tuple[MemoryLimit, ...]]] = [(candidate, (limit,)) for candidate in candidates]
     refused: list[OverLimitError] = []
-    given: list[Candidate] = []  # over the limit, and not made again
+    given: list[Candidate] = []  # over the limit, and given up
     while waiting:
         candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
         target = candidate.program.target
@@ -274,10 +277,13 @@ def _confirmed(
 def _with_alternatives(
     options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
 ) -> list[tuple[CostModel, Program]]:
-    """Pairs of a cost model and a program: each model with the step as it is, and with forms that may be faster.
+    """Pairs of a cost model and a program: each model with `whole`, and with forms of the step that may be faster.
 
-    A form decomposes some collectives, or computes the chains from a gather to a scatter in parts of the rows, or
-    reduces gradients at the end of the step instead of layer by layer.
+    A form differs from `whole` in one or more of these ways:
+
+    - Some collectives are replaced by collectives of another kind.
+    - Each chain from an all-gather to a reduce-scatter is computed in parts of the rows.
+    - Gradients are reduced at the end of the step instead of layer by layer.
     """
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
     programs = {whole.collectives: whole}

@@ -46,7 +46,7 @@ def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console
 
 
 def _json(measured: Measured) -> dict[str, Any]:
-    """All results as JSON values. Times are in microseconds: of one run in `bodies`, and of one step elsewhere."""
+    """All results as JSON values. Times are in microseconds: in `bodies` of one run of the body, else of one step."""
     plan, report, steps = measured.plan, measured.report, measured.steps
     return {
         "program": plan.program,

@@ -1,9 +1,12 @@
 """Draws which operators of the two strands run together, in the style of DHelix figure 10.
 
+A body is a computation that the plan orders, such as the body of a layer loop. A segment of a body holds collectives
+that are launched together, and the operators that run with them.
+
 Time runs to the right. All times are simulated; nothing ran. The upper panel shows the step before planning: one
 iteration of each layer loop of the plain step. For a dump, it shows the plan's first body in the dump's order. The
-lower panel shows one iteration of the plan's first body in the plan's order. It has the same time axis, and segments
-are columns. Strand alpha is above strand beta. Each strand has a row for compute and a row for communication, so blocks
+lower panel shows one iteration of the plan's first body in the plan's order, on the same time axis. Each segment is a
+column. Strand alpha is above strand beta. Each strand has a row for compute and a row for communication, so blocks
 above one another run at the same time. The hatched part of a block is the extra time that the operator takes because of
 overlap. Red shows exposed communication, during which nothing computes.
 
@@ -51,8 +54,8 @@ _INCHES, _DPI = 16.0, 140
 _ROW_INCHES = {2: 1.15, 4: 2.55}  # height of a panel, by its number of rows
 _HALF = {"compute": 0.46, "send": 0.38}  # half of a block's height, in rows
 _CHARACTER = 0.0041  # width of a label's character, as a fraction of the panel
-_VISIBLE = 0.0025  # smallest width of a part of a block that is drawn, as a fraction of the panel's width
-_UPRIGHT = 11  # length of the longest label that is written upright, in characters
+_VISIBLE = 0.0025  # narrower parts of a block are not drawn; a fraction of the panel's width
+_UPRIGHT = 11  # length of the longest label that is written vertically, in characters
 _WORDS = {"attention backward": "attention bwd", **figures.SHORT}
 
 
@@ -204,8 +207,8 @@ def _blocks(
     """The blocks of one iteration, shifted by `offset` microseconds.
 
     Args:
-      names: readable names of the instructions. If a name does not begin with a strand, forward counts as beta and
-        all other parts of the step as alpha.
+      names: readable names of the instructions. If a name does not begin with a strand, operators of the forward
+        pass count as beta, and all other operators as alpha.
     """
     parts = {i.name: (i, part) for i, part in parts_of(computation)}
     for interval in timeline.intervals:

@@ -48,12 +48,12 @@ class Program:
       name: the step in words, for messages and tables.
       module: the scheduled module, serialized.
       gpus: number of GPUs that the step runs on.
-      hardware: see `CompiledStep`.
+      hardware: name of the GPU whose times are used.
       memory: the memory that the step needs on one GPU; None if a dump does not say it.
       collectives: which collectives are replaced, and by what.
       skew: number of layers by which the strands are apart.
       before: the module at `Stage.PRE_SCHEDULER`, before fusion, serialized; None for a dump.
-      notes: see `CompiledStep`.
+      notes: remarks for the user on how a dump was read, and on the GPU whose times are used.
     """
 
     name: str
@@ -157,7 +157,7 @@ def _compile(
 
 
 def live_bytes(module: bytes) -> int:
-    """The most bytes, arguments not included, that are live at one time in the order of a scheduled module."""
+    """The largest number of bytes that are live at one time in a module's order. Arguments are not included."""
     return memory_need.of_module(HloModule.from_bytes(module)).beside
 
 
@@ -167,6 +167,6 @@ def _memory_by(like: Memory, more: int) -> Memory:
 
 @contextlib.contextmanager
 def _recorded(modules: dict[Stage, bytes]) -> Iterator[None]:
-    """A context in which each compilation stores its module of each stage in `modules`, after the step's passes."""
+    """A context in which a compilation stores its module in `modules` at each stage, after the passes of this stage."""
     with registration.temporary_hook(modules.__setitem__, _NAME):
         yield

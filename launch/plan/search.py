@@ -3,8 +3,9 @@
     candidates = [search(program, model, options, limit) for model in models]
     best = min(candidates, key=Candidate.rank)
 
-The search finds an order of instructions, and a plan describes this order by operators only. When the plan is carried
-out, small instructions may therefore come at other places. A candidate's predictions are for the order of the plan.
+The search finds an order of all instructions. A plan fixes only the order of operators, and names small instructions by
+the operator before which they run. When the plan is carried out, small instructions may therefore run at other places.
+A candidate's predictions are for the order of the plan.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ class Candidate:
         return self.seconds * (_DECOMPOSED if all_to_alls else 1.0) * (_REDUCED if instead.reduced else 1.0)
 
     def with_memory(self, counted: Counted) -> Candidate:
-        """The candidate with a memory limit of at least `counted`, the compiler's count.
+        """The candidate, with the plan's memory limit raised to `counted` if the limit is lower.
 
-        The plan's own limit comes from live ranges, which do not include the gaps between buffers.
+        `counted` is the memory that the compiler needs. The plan's limit comes from live ranges, which do not include
+        the gaps between buffers.
         """
         order = self.plan.order
         if not order.memory_limit or counted.peak <= order.memory_limit:
@@ -171,7 +173,7 @@ class MemoryLimit:
     Attributes:
       bytes: the limit; None: 3 % more than XLA's order needs.
       given: whether the user set the limit.
-      gaps: assumed size of the gaps between buffers, in bytes, which live ranges do not include; None: the gaps are as
+      gaps: assumed size of all gaps between buffers, in bytes. Live ranges do not include gaps. None: the gaps are as
         large as in XLA's order.
     """
 
@@ -195,7 +197,7 @@ class MemoryLimit:
         return replace(self, gaps=max(memory.peak - memory.arguments - candidate.bytes, 0))
 
     def gaps_of(self, program: Program) -> int:
-        """Size of the gaps between buffers, in bytes: the memory that the compiler counts and live ranges do not."""
+        """Size of all gaps between buffers, in bytes: the compiler's count of memory minus the count by live ranges."""
         if self.gaps is not None or program.memory is None:
             return self.gaps or 0
         beside = program.memory.peak - program.memory.arguments
@@ -220,7 +222,7 @@ class MemoryLimit:
 
 
 class OverLimitError(DhelixError):
-    """No order of a program keeps within the memory limit. `needed` is the smallest sufficient limit in bytes."""
+    """The search found no order within the memory limit. `needed` is the smallest sufficient limit in bytes."""
 
     def __init__(self, program: Program, limit: MemoryLimit, needed: int):
         allowed = "memory" if limit.bytes is None else f"--memory_limit={bytes_option(limit.bytes)}"
@@ -252,7 +254,7 @@ def search(program: Program, model: CostModel, options: StepOptions, limit: Memo
 
 
 def _search(program: Program, model: CostModel, options: StepOptions, memory_limit: int | None) -> Candidate:
-    """`search` with a limit in bytes, counted by live ranges, arguments included; None: 3 % more than XLA's order."""
+    """`search` with a limit in bytes by live ranges, arguments included; None: 3 % more than XLA's order needs."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     original = dict(module.schedule)
     before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)

@@ -30,14 +30,14 @@ class PlanView:
 
     Attributes:
       best: the chosen candidate.
-      candidates: one candidate for each launch setting and form of the step.
+      candidates: one candidate for each launch setting and form of the step (skew, and which collectives are replaced).
       gain: how much faster the best candidate is than the plain step under the same launch setting. For a dump, the
         comparison is with the dump's order.
       plain: the plain step; None for a dump, because a dump contains one program only.
       plain_seconds: predicted time of the plain step, by launch setting; None for a dump.
       memory: the memory that the planned step needs, by the compiler's count; None if a dump does not say it.
       limit: the memory limit.
-      bounds: bounds of the bodies of the best candidate, if requested.
+      bounds: if requested, lower bounds on the times of the computations that the best candidate's plan orders.
     """
 
     best: Candidate
@@ -57,7 +57,8 @@ class PlanView:
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values. Memory is in bytes on one GPU.
 
-        Times are in microseconds, of one execution in `collectives` and of one step elsewhere.
+        Times are in microseconds, of one execution in `collectives` and `bounds`, and of one step elsewhere. Only
+        `solve_seconds`, the duration of the search, is in seconds.
         """
         plan, target = self.best.plan, self.best.plan.target
         return {

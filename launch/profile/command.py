@@ -1,11 +1,12 @@
-"""`dhelix profile`: measures the times of a train step's operators, collectives and pairs, and stores them in a file.
+"""`dhelix profile`: measures how long the operators and collectives of a train step take, alone and in pairs.
 
     dhelix profile --preset llama-8b --layers 4 --mesh tp=4 --settings default,connections1 --heat_map pairs.png
 
-Each launch setting gets its own process (`dhelix.launch.profile.processes`). The process measures the times of the step
-that the file lacks, and writes every batch of results into the file. So an interrupted run loses nothing, and the same
-command continues it. At the end, tables show everything that is known about the step. Without a GPU, the command
-measures nothing and says what it would measure. docs/guide/profile.md explains the numbers.
+The times are stored in a profile, a JSON file. Each launch setting gets its own process
+(`dhelix.launch.profile.processes`). The process measures those times of the step that are missing in the file, and
+writes every batch of results into the file. So an interrupted run loses nothing, and the same command continues it. At
+the end, tables show everything that is known about the step. Without a GPU, the command measures nothing and says what
+it would measure. docs/guide/profile.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ def _folder(path: Path) -> Path:
 
 
 def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
-    """The keys in the tables of collectives for which the file has no time."""
+    """The collectives of the tables that have no time in the profile's file."""
     devices = [SimpleNamespace(process_index=0, id=number) for number in range(job.gpus)]
     implementation = SETTINGS[setting].implementation
     keys = collective_tables.tables(devices, job.hardware.gpus_per_node, implementation=implementation)

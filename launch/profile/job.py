@@ -92,7 +92,7 @@ class Job:
         """What is known about the step under `setting`.
 
         Args:
-          refused: instructions that cannot run alone: the reason, by the instruction's name.
+          refused: for each instruction that cannot run alone, the reason, by the instruction's name.
         """
         profile, implementation = self.known(), SETTINGS[setting].implementation
         estimator = Estimator(profile, self.hardware, setting)

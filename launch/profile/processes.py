@@ -1,4 +1,4 @@
-"""Starts the workers, the processes that measure, and reads their messages.
+"""Starts workers and reads their messages. A worker is a process that measures.
 
     finished = measure(Request("connections1", out="h200-nvlink.json", preset={...}), on_progress=bar)
 
@@ -115,7 +115,8 @@ def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[s
 def _autotuning(profile: Path) -> list[str]:
     """XLA flags that store the autotuner's choices next to the profile, and load them if they exist.
 
-    Without them, the autotuner could choose other kernels, which have other keys in the profile.
+    Without these flags, the autotuner could choose other kernels in each run. Other kernels have other keys in the
+    profile.
     """
     file = profile.with_suffix(".autotune.pbtxt")
     known = file if file.is_file() and file.stat().st_size else autotune_results.file()

@@ -46,7 +46,7 @@ class Recorded:
 def as_recorded(profile: Profile, record: Profile) -> Profile:
     """The profile after a session with `Recorded`, corrected so that it agrees with the record.
 
-    A pair gets its recorded timing, because the session keeps neither the spread nor the times alone of the record.
+    A pair gets its recorded timing, because the session drops the record's spread and its times of each side alone.
     Failures are dropped if their only reason is that the record lacks the key, because GPUs may be able to measure it.
     """
     sections = {}

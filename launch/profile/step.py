@@ -32,7 +32,7 @@ from dhelix.runtime.compiler.lowering import compiled_module
 
 TARGET = "h200"
 """GPU that presets are compiled for by default, one of `deviceless.targets()`."""
-_GPUS, _GPUS_PER_HOST = 4, 8  # number of GPUs if --mesh is not given; most GPUs of a host in a deviceless topology
+_GPUS, _GPUS_PER_HOST = 4, 8  # GPUs if --mesh is not given; largest number of GPUs on a host
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
       gpu: name of the GPU whose times are used; None: the GPU of the dump.
 
     Raises:
-      DhelixError: there is no module, or it has no schedule, or it was not compiled for a GPU that dhelix describes.
+      DhelixError: there is no module, it has no schedule, or dhelix does not know the GPU of the compilation.
     """
     file = dumps.find_module(path)
     if "cpu_after" in file.name:

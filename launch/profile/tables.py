@@ -27,7 +27,7 @@ from dhelix.profiles.estimates.estimator import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Section
 
-ORDER_MATTERS = 0.1  # one launch order counts as better if its OEF is higher by at least this
+ORDER_MATTERS = 0.1  # a launch order is better if its OEF (overlap effectiveness) is higher by this or more
 
 _SOURCES = {Source.MEASURED: "measured", Source.INTERPOLATED: "interpolated", Source.GUESS: "guessed"}
 _LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer (host memory)", "two-nodes": "two nodes over sockets"}
@@ -134,9 +134,9 @@ class StepView:
 
     Attributes:
       time: times of the step's operators and collectives, without overlap.
-      operators, collectives: one row each, sorted by total time, longest first.
+      operators, collectives: rows of the step's operators and collectives, longest total time first.
       pairs: measured pairs, sorted by OEF, highest first.
-      failures: keys, pairs and instructions of the step (as text) that could not be measured, and the reasons.
+      failures: why keys, pairs and instructions of the step could not be measured, by their text.
     """
 
     setting: str
@@ -148,7 +148,7 @@ class StepView:
 
     @property
     def coverage(self) -> dict[str, float]:
-        """For each source of times, the fraction of the sum of all times alone that comes from this source."""
+        """For each source (measured, interpolated, guessed), its fraction of the step's time without overlap."""
         return {_SOURCES[source]: share for source, share in self.time.shares.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] |
 
     Args:
       time: times of the step's operators, predicted with the same estimator.
-      refused: instructions that cannot run alone: the reason, by the instruction's name.
+      refused: for each instruction that cannot run alone, the reason, by the instruction's name.
     """
     section = estimator.section
     rows = [Row(o.key, o.count, _alone(o, estimator), o.total / (time.busy or 1.0)) for o in time.operators]
@@ -225,7 +225,7 @@ def together(section: Section, first: Key, second: Key, swapped: bool = False) -
 
 
 def bus_bandwidth(key: CollectiveKey, seconds: float) -> float:
-    """Bus bandwidth (NCCL's busbw): bytes that each GPU sends per second. Kinds and group sizes are comparable."""
+    """Bus bandwidth (NCCL's busbw), bytes per second sent by a GPU: comparable between kinds and group sizes."""
     return roofline.wire_bytes(key.kind, key.bytes, key.group_size) / seconds
 
 

@@ -51,7 +51,7 @@ class Request:
     Attributes:
       setting: name of the launch setting that the worker was started with.
       out: the profile's file; it is read if it exists, then written.
-      link: see `Profile`.
+      link: link between the GPUs, one of `hardware.LINKS`.
       preset: the fields of `trainer.Options` that describe the step, or None.
       module: file of a compiled module that replaces the preset, or None.
       bases: names of model sizes in `operator_bases.SIZES`. Their operators are measured, too.
@@ -60,8 +60,8 @@ class Request:
       collectives: whether to fill the tables of collectives.
       collective_seconds: approximate time to spend on these tables.
       keep: folder for the compiled module, or None.
-      node: None, or, if several processes emulate nodes, a mapping with the keys coordinator, processes, process and
-        local_device_ids.
+      node: if several processes emulate nodes, a mapping with the keys coordinator, processes, process and
+        local_device_ids; otherwise None.
     """
 
     setting: str

@@ -1,4 +1,4 @@
-"""Colours and words for them, short names of collectives, and a function that saves. All pictures use this module."""
+"""What all pictures share: colours and words for them, short names of collectives, and a function that saves."""
 
 from __future__ import annotations
 

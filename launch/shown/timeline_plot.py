@@ -25,7 +25,7 @@ from dhelix.runtime.profiling.traces.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
-# Key of a bar -> (colour, text in the legend). The legend and the columns, from below, have this order.
+# Key of a bar -> (colour, text in the legend). This is the order in the legend, and in columns from bottom to top.
 _COLOURS = {
     "alpha": (ALPHA, "strand α"),
     "backward": (ALPHA, "backward"),
@@ -230,7 +230,7 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
 
 
 def _shares(intervals: Sequence[Interval], edges: np.ndarray) -> np.ndarray:
-    """The fraction of the time between neighbouring edges that the intervals cover, for each pair of edges."""
+    """For each pair of neighbouring edges, the fraction of the time between them that `intervals` cover."""
     if not intervals:
         return np.zeros(len(edges) - 1)
     times = np.array(intervals).ravel()

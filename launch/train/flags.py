@@ -12,7 +12,8 @@ from dhelix.launch.train.options import Options
 USAGE = """\
 usage: dhelix train [flags]
 
-Trains a Llama model on the bytes of a text. Micro-batches are interleaved as two strands unless --plain is given.
+Trains a Llama or mixture-of-experts model on the bytes of a text. Micro-batches are interleaved as two strands
+unless --plain is given.
 
   dhelix train --cpu_devices 8 --mesh dp=2,tp=4              # try it without a GPU
   dhelix train --cpu_devices 8 --pp 2 --mesh dp=2,tp=2       # folded pipeline of two stages

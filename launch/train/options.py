@@ -15,7 +15,7 @@ class Options:
     A field that is None gets its value from the preset, or from the number of devices.
 
     Attributes:
-      batch: number of sequences in one optimizer step: micro-batches x micro-batch size x dp.
+      batch: number of sequences in one optimizer step: micro-batches x micro-batch size x dp (x ep with experts).
       step: how micro-batches are interleaved.
     """
 

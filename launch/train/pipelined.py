@@ -1,4 +1,4 @@
-"""A train step of Llama whose layers form a pipeline: `models.train_step` with the gradients of a folded model.
+"""A train step of Llama whose layers form a pipeline: `models.train_step` with gradients from the pipeline.
 
     training = make_pipelined_step(preset("llama-8b"), make_mesh(dp, tp, pp=4), optimizer, microbatches=16)
     step = strand_interleave(training.train_step, microbatches=16, pipeline=training.fold, donate_argnums=0)
@@ -57,7 +57,7 @@ AXIS = "pp"
 class PipelinedTraining(Training):
     """A `Training` whose `train_step` must run in `strand_interleave(microbatches=..., pipeline=fold)`.
 
-    Its state is folded, and a step without a pipeline cannot use a folded state.
+    Its state is folded: layers are stored by stage and chunk. A step without a pipeline cannot use a folded state.
     """
 
     fold: Fold = dataclasses.field(kw_only=True)
@@ -77,7 +77,8 @@ def make_pipelined_step(
     """A train step of `config` over `mesh`, which has the axes `pp`, `dp` and `tp`.
 
     Args:
-      optimizer: must work element by element or with norms; `folded_state` explains why.
+      optimizer: must keep zero padding at zero. Optimizers that work element by element or with norms do so
+        (`folded_state`).
       schedule: schedule of the pipeline; it decides which layers are on which stage (see `Fold`).
       chunks_per_stage, sends_beside: see `Fold`.
       sharding: whether collectives of dp and tp are written by hand or made by XLA's partitioner.
@@ -86,8 +87,8 @@ def make_pipelined_step(
 
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
-      DhelixError: there are fewer layers than chunks, or the schedule is unknown, or "auto" is combined with shared
-        ends or with cuDNN's attention.
+      DhelixError: there are fewer layers than chunks, the schedule is unknown, or `sharding` is neither "shard_map" nor
+        "auto". "auto" is also refused with shared ends and with cuDNN's attention.
     """
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)

@@ -2,7 +2,7 @@
 
 `define` defines the flags that describe the step, for `dhelix train`, `dhelix plan` and `dhelix profile`.
 `define_options` defines flags for options of `StepOptions`. `dhelix train` has a flag for every option that allows a
-flag. `dhelix plan` has only the flags that concern the order of operators.
+flag. `dhelix plan` has only the flags for the order of operators and for the profile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = (
 
 
 def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
-    """Defines the flags that describe the train step on `values`.
+    """Defines on `values` the flags that describe the train step.
 
     Args:
       preset: default of `--preset`.

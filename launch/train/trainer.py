@@ -1,4 +1,4 @@
-"""Trains a Llama on text, for `dhelix train` and the demo.
+"""Trains a language model on text, for `dhelix train` and the demo.
 
 The model's code does not depend on the passes, nor the passes on the model. `make_step` joins both: it gives the plain
 train step to `jax.jit` or to `interleaved`.
@@ -132,7 +132,7 @@ def configuration(options: Options) -> LlamaConfig:
 
 
 def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any]) -> tuple[Training, int]:
-    """The plain train step, on a mesh of as many of `devices` as it needs, and its batch size in sequences.
+    """The plain train step and its batch size in sequences. The mesh takes as many of `devices` as it needs.
 
     Raises:
       DhelixError: the options contradict each other or need other devices.
@@ -190,7 +190,7 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW with gradient clipping. The learning rate warms up linearly, then decays by a cosine to a tenth."""
+    """AdamW with gradient clipping. The learning rate warms up linearly, then decays by a cosine to `lr` / 10."""
     warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, options.lr, warmup, max(options.steps, warmup + 1), 0.1 * options.lr

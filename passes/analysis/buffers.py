@@ -2,15 +2,15 @@
 
 XLA has inserted copies before the stage POST_SCHEDULER. So values of one buffer never live at the same time *in XLA's
 own order*, but no dependency enforces this. Values share a buffer
-  - through instructions that only rename: bitcast, tuple, get-tuple-element, barriers, ends of async pairs;
+  - through instructions that copy no data: bitcast, tuple, get-tuple-element, barriers, ends of async pairs;
   - through in-place updates: dynamic-update-slice and scatter (alone or at the root of a fusion), custom calls and
     async starts with declared aliasing, and loops, which update their initial state;
   - through a loop's back edge: element k of the body's parameter and of its root;
   - through donation: a parameter of the entry and the output that is aliased to it.
 
-An instruction that writes a buffer must therefore stay after all earlier reads and writes of the buffer. `order_edges`
-returns edges that enforce this, linear in the number of accesses. All edges point forward in the given sequence, so
-edges and data flow together have no cycle.
+An instruction that writes a buffer must therefore stay after all earlier and before all later accesses of the buffer.
+`order_edges` returns edges that enforce this. Their number is linear in the number of accesses. All edges point forward
+in the given sequence, so edges and data flow together have no cycle.
 """
 
 from collections.abc import Sequence
@@ -185,7 +185,7 @@ class Buffers:
         return leaves
 
     def _define_start(self, start: Instruction) -> list[int]:
-        """The buffers of a start. The parts of its shape that repeat operands have the operands' buffers."""
+        """The buffers of an async start. The parts of its shape that repeat operands have the operands' buffers."""
         given = [b for o in start.operands for b in self._leaves[o]]
         leaves = self._new(start.shape)
         offset = _result_offset(start)
@@ -196,7 +196,7 @@ class Buffers:
         return given  # all-reduce-start works in place
 
     def _unite_alike(self, results: list[int], given: list[int]) -> None:
-        """Makes results and arguments of one size share a buffer, because a callee may return or update an argument."""
+        """Makes results and arguments of equal size share a buffer. A callee may return or update an argument."""
         of_size = {self._size[b]: b for b in results}
         for buffer in (*results, *given):
             if self._size[buffer] in of_size:
@@ -315,7 +315,7 @@ def leaf_count(shape: Any) -> int:
 
 
 def leaf_offset(shape: Any, index: Sequence[int]) -> int:
-    """Number of arrays before the part of `shape` at `index`."""
+    """Number of arrays before the part of `shape` at `index` (tuple indices, outermost first)."""
     offset = 0
     for n in index:
         offset += sum(map(leaf_count, shape.tuple_shapes[:n]))
@@ -358,7 +358,7 @@ def _in_place(instruction: Instruction) -> list[tuple[int, int, int]]:
 
 
 def is_update(instruction: Instruction) -> bool:
-    """Whether `instruction` is an update or a fusion whose first result overwrites a part of an operand's array."""
+    """Whether `instruction` is a dynamic-update-slice, or a fusion whose first result updates an operand in place."""
     return instruction.opcode in ("dynamic-update-slice", "fusion") and 0 in (n for n, _, _ in _in_place(instruction))
 
 
@@ -383,7 +383,7 @@ def _through_renames(value: Instruction) -> Instruction:
 
 
 def _hands_on(instruction: Instruction, leaf: int) -> bool:
-    """Whether result array `leaf` is an unwritten operand, as are loop-invariant state and operands of a start."""
+    """Whether result array `leaf` is an unwritten operand: loop-invariant state, or an operand that a start repeats."""
     if instruction.opcode == "send":
         return leaf < leaf_count(instruction.operands[0].shape)
     if is_start(instruction):

@@ -2,24 +2,25 @@
 
 XLA writes a collective in one of three forms:
 
-  - plain (`all-gather`);
+  - synchronous (`all-gather`);
   - as an async pair: `async-start`, whose computation holds the collective, and `async-done`. An older form of a pair
     is `all-gather-start` and `all-gather-done`. A pair may hold several collectives, which NCCL runs as one group;
-  - inside a fusion (Triton collectives). The fusion is itself plain or an async pair.
+  - inside a fusion (Triton collectives). The fusion is itself synchronous or an async pair.
 
-XLA writes the groups of devices as lists of ids, as a reshaped and transposed iota, or as axes of a mesh. The ids of a
-mesh are a list or an iota. A collective without groups runs over all devices. An id is the number of a replica, of a
-partition or of a device (`flattened_groups`).
+XLA writes the groups of devices as lists of ids, as a reshaped and transposed iota, or as axes of a mesh. The device
+ids of a mesh are a list or an iota. A collective without groups runs over all devices. An id is the number of a
+replica, of a partition or of a device (`flattened_groups`).
 
-Sizes are computed from the operands, and for an all-gather also from the result. A result's shape alone does not give
-the size, because the forms put different arrays next to the result:
+Sizes are computed from the operands, and for an all-gather also from the result. An instruction's shape alone does not
+give the size, because the forms put different arrays next to the result:
 
     all-reduce-start    f32[8], (f32[8], f32[8])                              only the results, one or several
     all-gather-start    (f32[8], f32[64]), ((f32[8], f32[8]), (f32[64], f32[64]))      operands, then results
     permute-start       (f32[8], f32[8]), (f32[8], f32[8], u32[], u32[])      and contexts
     async-start         ((f32[8]), f32[64]), ((f32[8]), f32[64], u32[])       operands, result, and contexts
 
-Messages (`send`, `recv`) and transfers to or from host memory are not collectives. `evaluation.transfers` reads them.
+Messages (`send`, `recv`) and transfers to or from host memory are not collectives. `passes/evaluation/transfers.py`
+reads them.
 """
 
 import itertools
@@ -50,8 +51,7 @@ class Collective:
     Attributes:
       kind: HLO's name of the operation, such as `all-gather`.
       size: bytes of the whole buffer on one device. For an all-gather, this is the result; for other kinds, the
-        operand. For a ragged all-to-all, this is the send buffer, although the data determine how much of the buffer is
-        sent.
+        operand. For a ragged all-to-all, this is the whole send buffer. The data determine how much of it is sent.
       groups: groups of devices that communicate with each other; (source, target) pairs for `collective-permute`. Empty
         if all devices form one group and the module does not say how many devices there are.
       others: the remaining collectives of the same instruction. They have another kind or other groups.
@@ -72,7 +72,7 @@ class Collective:
 
 
 def is_start(instruction: Instruction) -> bool:
-    """Whether `instruction` begins an async pair of any kind (collective, fusion, copy)."""
+    """Whether `instruction` begins an async pair of any kind (such as a collective, a fusion or a copy)."""
     return instruction.opcode.endswith("-start")
 
 
@@ -82,7 +82,7 @@ def is_done(instruction: Instruction) -> bool:
 
 
 def start_of(done: Instruction) -> Instruction:
-    """The start of the pair that `done` ends."""
+    """The start instruction of the async pair that `done` ends."""
     start = done.operands[0]
     while start.opcode == "async-update":
         start = start.operands[0]
@@ -159,11 +159,11 @@ def flattened_groups(collective: Instruction) -> Groups:
 
         channel   use_global_device_ids   ids count
         no        (either)                replicas; each partition communicates on its own
-        yes       no                      partitions; in reductions and all-gathers, replicas with all partitions
+        yes       no                      partitions; in reductions and all-gathers: replicas, each with all partitions
         yes       yes                     devices
 
-    Groups stay unchanged if the module does not say how many devices it has. They also stay if an id is not below the
-    number of replicas or partitions that the ids count.
+    Groups stay unchanged if the module does not say how many devices it has. They also stay unchanged if an id is too
+    large for the number of replicas or partitions.
     """
     proto, groups = collective.proto, device_groups(collective)
     replicas, partitions = collective.computation.module.device_counts

@@ -2,9 +2,9 @@
 
 A dimension is a product of factors, outermost first. Two numbers identify a factor: its dimension in the starting
 array, and the product of the factors outside it in that dimension. These numbers stay the same when a reshape joins or
-splits dimensions:
+splits dimensions. Below, "1: 4" is a factor of size 4 of dimension 1 of the starting array:
 
-    gathered   [8, 4 x 16, 32]            factors  (0: 8)  (1: 4, 16)  (2: 32)
+    gathered   [8, 4 x 16, 32]            [0: 8]  [1: 4, 1: 16]  [2: 32]
     reshape    [32, 16, 32]               [0: 8, 1: 4]  [1: 16]  [2: 32]
     transpose  [32, 32, 16]               [2: 32]  [0: 8, 1: 4]  [1: 16]
 
@@ -12,8 +12,8 @@ The factors show which dimensions of a matrix product come from which dimensions
 and transposes between the two. A `Rearrangement` brings an array from one order of factors into another: it splits,
 permutes and joins dimensions. Dimensions of size 1 have no factors.
 
-`passes/communication/collective_matmul/sites.py` uses this module. It follows factors from operand to result and from
-result to operand, because `regroup` serves both directions of a reshape.
+`passes/communication/collective_matmul/sites.py` uses this module. It follows factors from operand to result, and from
+result to operand. `regroup` serves both directions of a reshape.
 """
 
 from __future__ import annotations

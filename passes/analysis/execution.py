@@ -71,7 +71,7 @@ def visits(entry: Computation, into: Into = entered, visit: Visit | None = None)
 
     Args:
       entry: where the walk begins.
-      into: the computations to visit for a loop, a call or a conditional.
+      into: returns the computations to visit for a loop, a call or a conditional.
       visit: the place of `entry`, if it is not the program's start.
     """
     visit = visit or Visit(entry)

@@ -1,17 +1,21 @@
-"""Names of loops, and names that JAX and the strand passes write into name stacks (shown by profiles and dumps)."""
+"""Names of loops, and names that JAX and the strand passes write into name stacks (shown by profiles and dumps).
+
+Two strands, alpha and beta, are passes of two micro-batches that run interleaved in the same loop iteration. Mostly,
+alpha is a backward pass, and beta is the forward pass of the next micro-batch.
+"""
 
 from collections.abc import Iterable
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 
-BACKWARD_NAME = "transpose("  # in JAX's name stack of operations that reverse-mode differentiation made
+BACKWARD_NAME = "transpose("  # JAX writes it into the name stacks of operations that reverse-mode differentiation makes
 ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # a loop over micro-batches with two strands
 LAYERS = "strand_layers"  # a merged loop over layers
 REPLICAS = "sum_over_replicas"  # a sum of parts on different devices
-FIRST, LAST = "first_layers", "last_layers"  # forward loops of skewed strands
-FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
+FIRST, LAST = "first_layers", "last_layers"  # loops over the first and the other layers (`strand_skew`), forward
+FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"  # the same, backward
 SKEWED = (FIRST, LAST, FIRST_BACK, LAST_BACK)
 
 
@@ -27,9 +31,9 @@ def merged_loops(computation: Computation) -> list[Instruction]:
 
 
 def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
-    """Puts `strand` in front of the name stacks of `instructions`.
+    """Puts `strand` (`ALPHA` or `BETA`) in front of the name stacks of `instructions`.
 
-    The callees of loops, calls and conditionals among them are renamed, too.
+    Also renames the instructions in callees of loops, calls and conditionals.
     """
     for instruction in instructions:
         if instruction.op_name:

@@ -2,12 +2,12 @@
 
     dot(x, dy) of x: [{"dp"}, {}, {}] and dy: [{"dp"}, {}, {"tp"}], contracted over the first two dimensions
 
-Here, each device computes a part of a sum over the mesh axis "dp". The partitioner adds an all-reduce that completes
-the sum. A program states the shardings of its arguments and of few other values. Propagation finds the other shardings.
-XLA runs the same passes of the same jaxlib, so it usually finds the same shardings. XLA may find different shardings in
-two cases: a later pass changes the program, or GSPMD propagates instead of Shardy. For GSPMD, this module first
-translates the program's tiles to a mesh (`gspmd_shardings`). Use the result to decide whether a change is likely to
-help. Never use it to prove that a change is legal.
+Here, each device computes one term of the result, which is a sum over the mesh axis "dp". The partitioner adds an
+all-reduce that computes this sum. A program states the shardings of its arguments and of few other values. Propagation
+finds the other shardings. XLA runs the same passes of the same jaxlib, so it usually finds the same shardings. XLA may
+find different shardings in two cases: a later pass changes the program, or GSPMD propagates instead of Shardy. For
+GSPMD, this module first translates the program's tiles to a mesh (`gspmd_shardings`). Use the result to decide whether
+a change is likely to help. Never use it to prove that a change is legal.
 
 Cost: one conversion of the module to StableHLO and one run of the propagation.
 """
@@ -72,7 +72,7 @@ UNKNOWN = Propagated("", {}, {}, {})
 
 
 def propagate(module: HloModule) -> Propagated:
-    """The shardings of the values of `module`. Nothing is known for a program without a mesh or with several meshes.
+    """The shardings of the values of `module`; `UNKNOWN` for a program without a mesh or with several meshes.
 
     The module is not changed.
 
@@ -126,7 +126,7 @@ def _marked(program: ir.Module) -> Iterator[tuple[int, list[list[Axes] | None]]]
 
 
 def _sharding(value: ir.Value) -> list[Axes] | None:
-    """The axes that split each dimension of `value`; None if unknown. A value without a sharding has no axes."""
+    """The axes that split each dimension of `value`; None if unknown. No axes split a value without a sharding."""
     if not isinstance(value.type, ir.RankedTensorType):
         return None
     unsplit: list[Axes] = [()] * ir.RankedTensorType(value.type).rank

@@ -1,16 +1,18 @@
 """Proves that values are the same on all devices of a group.
 
-    scale = parameter, sharded over nothing         {0, 1}, {2, 3}: the same
+For example, with the groups {0, 1} and {2, 3} along the mesh axis "tp":
+
+    scale = parameter, replicated                     the same
       -> convert -> loop state, unchanged -> dynamic-slice by the loop's counter -> broadcast: the same
-    x     = parameter, sharded over the axis        not the same
-      -> all-gather over the axis: the same;  partition-id, custom calls, random numbers: not known
-    w     = parameter, sharded over another axis    the same -> all-gather over that axis: the same
+    x     = parameter, sharded over "tp"              not the same -> all-gather over "tp": the same
+    w     = parameter, sharded over "dp"              the same -> all-gather over "dp": the same
+    partition-id, custom calls, random numbers        not known
 
 All devices run the same partitioned program. In this program, only the entry's parameters still have shardings. So a
 proof starts at a value and goes backward to parameters. A value is the same on all devices of a group if everything it
 depends on is the same, or if a collective makes it the same. Loop-carried state is the same in every iteration if its
-initial value is the same and the body preserves this. The result of a loop also needs the same trip count on each
-device.
+initial value is the same and the body preserves this. For the result of a loop, the trip count must also be the same on
+all devices.
 
 `same_on` is conservative: False means "not proved".
 """
@@ -115,11 +117,11 @@ def _is_same_parameter(parameter: Instruction, groups: Groups) -> bool:
 
 
 def _are_parallel(groups: Groups, theirs: Groups) -> bool:
-    """Whether a collective over `theirs` has the same result on the devices of each group if its operand does.
+    """Whether a collective over `theirs` has the same result on all devices of each group, if its operand is the same.
 
-    This is the case if the collective runs along another mesh axis, for example. In general, take any two devices of
-    one of `groups`, and the two groups of `theirs` that contain these devices. Both groups of `theirs` must pass
-    through the same `groups` in the same order.
+    For example, this is true if the collective runs along another mesh axis. In general, take any two devices of one of
+    `groups`, and the two groups of `theirs` that contain these devices. The members of these two at equal positions
+    must belong to the same one of `groups`.
     """
     number = {device: n for n, group in enumerate(groups) for device in group}
     beside = {device: tuple(number.get(d, -1) for d in group) for group in theirs for device in group}

@@ -1,4 +1,4 @@
-"""Finds the line of the user's program that an instruction comes from.
+"""Finds the line of the user's program that made an instruction.
 
     source_of(loop)    # "model.py:31 (forward)"
 

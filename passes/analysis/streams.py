@@ -4,8 +4,8 @@
 
 Collectives on one stream run one after the other, in launch order. Collectives on different streams may run at the same
 time. XLA uses stream 0 for all collectives without the attribute. (With the option
-`xla_gpu_experimental_enable_collective_multi_streaming`, XLA assigns the streams in turn, whatever links the
-collectives use.)
+`xla_gpu_experimental_enable_collective_multi_streaming`, XLA assigns the streams in turn. It does not consider
+which links the collectives use.)
 """
 
 from dhelix.passes.hlo import Instruction

@@ -1,7 +1,7 @@
 """A rough measure of how much a piece of HLO computes: the floating-point operations of its matrix products.
 
-Every other instruction with a non-empty result counts as one operation. The measure only ranks loops against each
-other. `passes/evaluation/costs.py` computes costs in seconds.
+Every other instruction with a non-empty result counts as one operation. The measure serves only to compare loops.
+`passes/evaluation/costs.py` computes costs in seconds.
 """
 
 from dhelix.passes.analysis.execution import counted_trips, entered
@@ -14,12 +14,15 @@ def loop_work(loop: Instruction) -> int:
 
 
 def is_layer_loop(loop: Instruction) -> bool:
-    """Whether a `while` computes floating-point values. JAX's random generators loop over integers only."""
+    """Whether a `while` may loop over layers: it computes floating-point values.
+
+    JAX's random generators loop over integers only.
+    """
     return any(shapes.is_floating(i.shape) for called in loop.called for i in graph.walk(called))
 
 
 def computation_work(computation: Computation) -> int:
-    """Operations of one execution, loops and calls included."""
+    """Operations of one execution, loops and calls included. Of a conditional, the largest branch counts."""
     total = 0
     for instruction in computation.instructions:
         if instruction.opcode == "dot":

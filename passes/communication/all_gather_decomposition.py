@@ -6,7 +6,7 @@ Before:                                          After, over n = 4 devices:
                                                      y = bf16[1,8192,4096] all-to-all(t), dimensions={1}
 
 Contract
-    Consumes  plain all-gathers of one array, after partitioning and before fusion.
+    Consumes  synchronous all-gathers of one array, after partitioning and before fusion.
     Makes     the three instructions on the right from each all-gather of at least `min_bytes` bytes. If there is a
               `model`, it must predict that the replacement is faster.
     Leaves    other all-gathers, with a note for each reason.

@@ -1,4 +1,4 @@
-"""Rewrites collectives that XLA's partitioner made into the form that they would have in a shard_map.
+"""Rewrites collectives of XLA's partitioner, so that they have the form of collectives in a shard_map.
 
 Before, with rows sharded over 4 devices:                After:
     n = bf16[2,64] convert(...)                              m = bf16[2,64] multiply(n, broadcast(scale))
@@ -17,7 +17,7 @@ It cannot replace a collective if an elementwise operation stands between the tw
 into parts.
 
 Contract
-    Consumes  a partitioned program with plain collectives, before they become asynchronous: PRE_SCHEDULER.
+    Consumes  a partitioned program with synchronous collectives (stage PRE_SCHEDULER).
     Makes     1. an all-gather after elementwise operations instead of an all-gather before them, if a product reads the
                  result;
               2. a reduce-scatter, from all-reduces that are added, reshaped or transposed, and then cut into each
@@ -29,13 +29,15 @@ Why it is legal
        for all rows: they are scalars, or values broadcast along the gathered dimension. They are also proved to be the
        same on all devices of the group (`passes/analysis/replication.py`). So each device may compute its own rows
        instead of all rows. Nothing else reads the gathered array, so one gather suffices.
-    2. Additions and moves commute with a sum over devices, but the additions may round in another order. The pass
-       proves that each device cuts out the part that a reduce-scatter would give to it. For this proof, the pass
-       evaluates the offset on each device from partition-id and constants, with XLA's integer arithmetic.
+    2. Additions, reshapes and transposes commute with a sum over devices. Only rounding may differ, because the order
+       of additions changes. The pass proves that each device cuts out the part that a reduce-scatter would give to it.
+       For this proof, the pass evaluates the offset on each device from partition-id and constants, with XLA's integer
+       arithmetic.
 
 Cost: none. Elementwise operations run once per row and fuse with the producer of the row. An all-gather stays if its
-elementwise users widen the type, because the moved all-gather would transfer more bytes. XLA would make the same
-reduce-scatter (all-reduce reassociation, reduce-scatter creator), but only after `collective-matmul`, which needs it.
+elementwise users widen the type, because the moved all-gather would transfer more bytes. XLA's own passes (all-reduce
+reassociation, reduce-scatter creator) would make the same reduce-scatter, but too late: they run after the pass
+`collective-matmul`, which needs it.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ Offsets = dict[Instruction, list[int] | None]
 
 @dataclass(frozen=True)
 class CollectiveCanonicalization:
-    """Moves gathers behind elementwise operations and makes reduce-scatters. No options."""
+    """Moves all-gathers behind elementwise operations and makes reduce-scatters of sliced all-reduces. No options."""
 
     name = "collective-canonicalization"
     stage = Stage.PRE_SCHEDULER
@@ -220,7 +222,7 @@ def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
 
 
 def _terms(value: Instruction, users: Users, ordered: set[Instruction]) -> Iterator[Instruction]:
-    """The terms of the sum `value`. An addition or a move with other readers counts as one term."""
+    """The terms of the sum `value`. An addition, copy, reshape or transpose with several readers is one term."""
     pending = [value]
     while pending:
         top = pending.pop()
@@ -246,7 +248,9 @@ def _groups(part: Instruction, terms: Sequence[Instruction], users: Users, order
 
 
 def _own_dimension(part: Instruction, groups: Groups, offsets: Offsets) -> int:
-    """The dimension along which each device cuts out its own part: the part with the device's number in its group.
+    """The dimension along which each device cuts out its own part.
+
+    The own part of the device at position n of its group is part n.
 
     Along other dimensions, the part is as long as the whole array, so the offset does not matter. Raises Unfit if the
     part is not proved to be the device's own.
@@ -291,7 +295,7 @@ def _needed(value: Instruction) -> list[Instruction]:
 def _on_device(value: Instruction, needed: Sequence[Instruction], device: int) -> int:
     """The scalar `value` on a device.
 
-    It is computed from the device's number, constants, and constant tables with a row for each device.
+    It is computed from the device's number, constants, and constant arrays with an element for each device.
     """
     known = {i: device for i in needed if i.opcode == "partition-id"}
     tables = [i for i in needed if i.opcode == "dynamic-slice" and i.operands[0].opcode == "constant"]

@@ -1,9 +1,10 @@
 """Shared parts of the decomposition passes, which replace collectives by other collectives.
 
-All-to-alls replace all-gathers and reduce-scatters; all-gathers replace collective-permutes that swap.
+All-to-alls replace all-gathers and reduce-scatters. All-gathers replace collective-permutes in which pairs of devices
+swap arrays.
 
-An all-to-all sends each device its part directly. On symmetric memory it runs on copy engines, which take no SMs.
-Through host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/research_log.md).
+An all-to-all sends each device its part directly. On symmetric memory, it runs on copy engines, which occupy no SMs.
+Through host memory, it reaches more bandwidth than the rings of NCCL's other collectives (docs/research_log.md).
 
 Exposed communication is replaced if the profile says that the replacement is faster (`is_faster`). If compute hides the
 communication, faster communication gains little, and the added pass over memory costs compute time. So collectives that
@@ -35,7 +36,7 @@ MIN_BYTES = 4 << 20
 """Minimal bytes of the whole buffer on one device. Latency, not bandwidth, dominates the time of smaller messages."""
 _ANY = 1 << 30  # GPUs per node, for keys in which node boundaries do not count
 _GAIN = 0.05
-"""Required gain, as a fraction of the collective's time. Times differ by half of this fraction between two machines."""
+"""Required gain, as a fraction of the collective's time. Times on two machines differ by half of this fraction."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Decomposition:
 
     Attributes:
       model: costs that decide which collectives are replaced. They hold only for one launch setting, and the process
-        must run with it. If None, every collective that is large enough is replaced.
+        must run with this setting. If None, every collective that is large enough is replaced, unless `overlapped`.
       overlapped: whether compute should hide the collectives. If so, `why_none` decides whether any of them are
         replaced.
       min_bytes: minimal size of the buffer (see `MIN_BYTES`).
       only: the pass replaces only collectives with one of these keys. Keys are compared by kind, bytes and groups.
-        None: no restriction.
+        If None, there is no restriction.
     """
 
     model: CostModel | None = None
@@ -131,7 +132,7 @@ def why_not(collective: Instruction) -> str:
 
 
 def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: int) -> str:
-    """Why a replacement of `collective` saves no time; "" if it does. Without a model, only the size decides."""
+    """Why a replacement of `collective` saves no time; "" if it saves time. Without a model, only the size decides."""
     found = find_collective(collective)
     if found is None or found.size < min_bytes:
         return f"it is smaller than {min_bytes} bytes"
@@ -144,9 +145,9 @@ def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: in
 
 
 def is_faster(key: CollectiveKey, model: CostModel) -> bool:
-    """Whether the replacement, with its pass over memory, saves more than a fraction `_GAIN` of its time.
+    """Whether the replacement saves more than a fraction `_GAIN` of the collective's time.
 
-    The times are those of operators that run alone.
+    The time of the replacement includes its pass over memory. All times are those of operators that run alone.
     """
     swaps = key.kind == "collective-permute"
     moved = 2 * key.bytes if swaps else key.bytes + key.bytes // key.group_size
@@ -225,7 +226,10 @@ def is_communication_bound(module: HloModule, model: CostModel) -> bool:
 
 
 def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:
-    """Makes an all-to-all of `operand`, with the dimension and the devices of `like`. Part k goes to device k."""
+    """Makes an all-to-all of `operand`, with the dimension and the groups of `like`.
+
+    In each group, part k goes to the k-th device.
+    """
     made = builder.make("all-to-all", array(operand.shape.element_type, operand.shape.dimensions), [operand])
     made.proto.dimensions.extend(like.proto.dimensions)
     made.proto.channel_id = like.proto.channel_id

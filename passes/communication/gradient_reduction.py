@@ -1,6 +1,6 @@
 """Reduces a layer's gradients over data-parallel replicas while the backward pass of the preceding layer runs.
 
-Before:                                             After:
+Before, with L layers and M micro-batches:          After:
     for l in L-1 ... 0:                                 grads[L-1] += backward of layer L-1
         grads[l] += backward of layer l                 for l in L-2 ... 0:
     mean = all-reduce(grads / M)                            grads[l] += backward of layer l
@@ -8,11 +8,11 @@ Before:                                             After:
                                                         grads[0] = all-reduce(grads[0] / M)
 
 Contract
-    Consumes  an all-reduce of a stack of gradients, one slot per layer, that a loop over layers wrote. The loop writes
-              each slot once, and only the slot's own accumulation reads it. Between loop and all-reduce there are only
-              elementwise operations with scalars. Calls in the loop's body are already inlined (`strand_duplication`).
-              Under automatic sharding, a sum over replicas (`replica_sums`) stands for the all-reduce; the partitioner
-              makes an all-reduce from it.
+    Consumes  an all-reduce of a stack of gradients, which a loop over layers writes. The stack has one slot per layer
+              (along dimension 0). The loop writes each slot once, and only the slot's own accumulation reads it.
+              Between loop and all-reduce there are only elementwise operations with scalars. Calls in the loop's body
+              are already inlined (`strand_duplication`). Under automatic sharding, the program has no all-reduce yet,
+              but a sum over replicas (the pass `replica_sums`), which the partitioner turns into an all-reduce.
     Makes     the same reduction of each slot, one iteration after the slot is written. The loop's first iteration moves
               in front of the loop, and the last reduction comes after the loop. Sums over replicas get a stack of their
               own.
@@ -21,9 +21,9 @@ Contract
               stack's. With a note, it also leaves loops in which the time that compute would hide is less than three
               times the extra cost of smaller messages (according to `model`).
 
-Why it is legal: a slot is final after the iteration that writes it. The loop's counter is proved (`hlo/loops.py`), and
-gives the slot of each iteration. The all-reduce and the operations before it act on each element alone. All devices
-reduce the slots in the same order, because the loop's counter starts and steps by constants. Only the order of
+Why it is legal: a slot is final after the iteration that writes it. The pass knows the slot of each iteration, because
+the values of the loop's counter follow from constants (`hlo/loops.py`). For the same reason, all devices reduce the
+slots in the same order. The all-reduce and the operations before it act on each element alone. Only the order of
 additions may change, because NCCL's order depends on an element's position in the buffer.
 
 Cost: one all-reduce per layer instead of one for all layers, so the latency counts once per layer. The program contains
@@ -53,7 +53,7 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
 
 _ELEMENTWISE = frozenset("add subtract multiply divide convert".split())
-_WORTH = 3.0  # required ratio of hidden time to the cost of smaller messages, which is known only roughly
+_WORTH = 3.0  # required ratio of hidden time to the extra cost of smaller messages; this cost is known only roughly
 
 type Users = dict[Instruction, list[Instruction]]
 type Scalar = Callable[[Instruction], Instruction]
@@ -64,9 +64,10 @@ class GradientReduction:
     """Reduces gradients layer by layer.
 
     Attributes:
-      model: costs that decide whether a loop is changed. If None, every loop is changed.
+      model: costs that decide whether a loop is changed. Without a model (None), `costs_decide` decides.
       least: minimal bytes of a layer's gradient; latency dominates smaller messages.
-      costs_decide: whether all loops stay unchanged if there is no model.
+      costs_decide: only matters without a model. If True, no loop is changed. If False, every loop is changed in which
+        the pass can reduce gradients.
     """
 
     model: CostModel | None = None
@@ -114,7 +115,7 @@ class _Reduction:
 
     @property
     def over_replicas(self) -> bool:
-        """Whether the collective is a sum over a dimension of the stack. Its shape then differs from the stack's."""
+        """Whether the collective is a sum over a dimension of the stack. If so, its shape differs from the stack's."""
         return self.collective.opcode == "reduce"
 
     @property
@@ -167,7 +168,10 @@ def _written(loop: WhileLoop, element: int) -> list[int] | None:
 def _collective_of(
     result: Instruction, users: Users, after: set[Instruction], least: int
 ) -> tuple[tuple[Instruction, ...], Instruction] | None:
-    """The elementwise steps on a stack and the reduction after them; None if anything else reads these values."""
+    """The elementwise steps on a stack, and the reduction after them.
+
+    None if no such reduction of at least `least` bytes per slot follows, or if anything else reads these values.
+    """
     steps: list[Instruction] = []
     value = result
     while len(users[value]) == 1 and value is not value.computation.root:
@@ -194,7 +198,7 @@ def _is_scalar(value: Instruction, after: set[Instruction]) -> bool:
 
 
 def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -> bool:
-    """Whether compute hides `_WORTH` times the extra cost of smaller messages; True without a model."""
+    """Whether compute hides more time than `_WORTH` times the extra cost of smaller messages. True without a model."""
     if model is None:
         return True
     costs = model.costs()
@@ -223,8 +227,8 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
 def _replicas_key(one: _Reduction, hardware: Hardware) -> CollectiveKey:
     """The key of the all-reduce that the partitioner makes from a sum over replicas.
 
-    Assumes that all other mesh axes split the stack. Also assumes that the other axes are the minor axes, because they
-    communicate more.
+    Assumes that all other mesh axes split the stack, and that they are the minor axes of the mesh. (Usually they are,
+    because they communicate more.)
     """
     others = max(mesh_size(one.collective.computation.module) // one.replicas, 1)
     per_node = max(min(one.replicas, hardware.gpus_per_node // others), 1)
@@ -314,7 +318,7 @@ def _slot(builder: Builder, stack: Instruction, place: list[Instruction]) -> Ins
 
 
 def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scalar) -> Instruction:
-    """Applies the steps and the collective to a final slot. `scalar` makes a scalar available to `builder`."""
+    """Applies the steps and the collective to one slot. `scalar` makes a scalar available where `builder` builds."""
     known: dict[Instruction, Instruction] = {one.result: slot}
     for step in (*one.steps, one.collective):
         for operand in step.operands:

@@ -1,14 +1,14 @@
-"""Replaces collective-permutes that swap two arrays by an all-gather per pair, where the all-gather is faster.
+"""Replaces collective-permutes by all-gathers, if devices swap arrays in pairs and the all-gather is faster.
 
 Before, devices 0 and 1 on two stages:                After:
     y = bf16[4096,4096] collective-permute(x),            g = bf16[2,4096,4096] all-gather(x),
             source_target_pairs={{0,1},{1,0}}                     replica_groups={{0,1}}, dimensions={0}
-                                                          y = bf16[4096,4096] dynamic-slice(g, 1 - own place)
+                                                          y = bf16[4096,4096] dynamic-slice(g, 1 - position in the pair)
 
 Contract
-    Consumes  plain collective-permutes, after partitioning and before fusion, in which the two devices of each pair
-              exchange their arrays. The pairs form an axis of a row-major mesh of all devices. A pipeline of two stages
-              has such permutes in its steady state.
+    Consumes  synchronous collective-permutes, after partitioning and before fusion. The two devices of each pair
+              exchange their arrays. The pairs form an axis of a row-major mesh of all devices. For example, a pipeline
+              of two stages has such permutes in its steady state.
     Makes     the all-gather and the slice from each such permute of at least `min_bytes` bytes. If there is a `model`,
               it must predict that the replacement is faster.
     Leaves    other collective-permutes, with a note for each reason.
@@ -19,7 +19,7 @@ Why it is faster: NCCL uses fewer channels for point-to-point messages than for 
 if data pass through host memory, without peer-to-peer access (docs/research_log.md). Over NVLink, both take the same
 time, so permutes stay.
 
-Cost: while g lives, it needs the bytes of y once more. The slice is a copy unless XLA fuses it.
+Cost: g has twice the bytes of y. The slice is a copy unless XLA fuses it.
 
 The papers do not describe this replacement; their pipelines send messages point to point. docs/research_log.md states
 the gain.
@@ -46,9 +46,9 @@ class PermuteDecomposition(Decomposition):
         return self.replace_all(module, context, "collective-permute", _unfit, _decompose)
 
     def why_none(self, module: HloModule) -> str:
-        """Why no swap is replaced: there is no cost model. Returns "" if there is one.
+        """Why all swaps stay if compute should hide them: there is no cost model. Returns "" if there is one.
 
-        A shorter transfer takes nothing from compute, so a replacement helps in any step.
+        A faster all-gather takes no time from compute, so a replacement helps even if compute takes longer.
         """
         return "" if self.model is not None else exchange.UNMEASURED
 

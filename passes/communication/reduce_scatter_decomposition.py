@@ -7,15 +7,15 @@ Before:                                          After, over n devices:
                                                      y = bf16[1,2048,4096] convert(s)
 
 Contract
-    Consumes  plain reduce-scatters (sums) of one floating-point array, after partitioning and before fusion.
+    Consumes  synchronous reduce-scatters that sum one floating-point array, after partitioning and before fusion.
     Makes     the instructions on the right from each reduce-scatter of at least `min_bytes` bytes. If there is a
               `model`, it must predict that the replacement is faster. XLA fuses the last three steps with the users of
               y.
     Leaves    other reduce-scatters, with a note for each reason.
 
 Why it is legal: part k of device d's operand is d's contribution to device k's result. The all-to-all gives each device
-its part of all operands. The device adds them in float32 (float64 for float64), in device order. So the sum is rounded
-once. A bfloat16 reduce-scatter rounds after each addition, so results differ in the last bits.
+its part of all operands. The device adds them in float32 (float64 for float64), in device order. So a bfloat16 sum is
+rounded to bfloat16 once. A bfloat16 reduce-scatter rounds after each addition, so results differ in the last bits.
 
 Why it is faster: NCCL's reduction runs on SMs that an overlapping GEMM needs. An all-to-all on symmetric memory runs on
 copy engines (`NCCL_CTA_POLICY=2`) and leaves the SMs to the GEMM. Both collectives send the same number of bytes.

@@ -1,4 +1,4 @@
-"""Splits the computation from an all-gather to a reduce-scatter into parts of the rows, where one strand runs alone.
+"""Splits chains from an all-gather to a reduce-scatter into parts of the rows, where only one strand runs.
 
 Before, 2048 rows on each device:               After, 2 parts of 1024 rows on each device:
     g = bf16[8192,K] all-gather(x)                  g0 = bf16[4096,K] all-gather(x[0:1024])
@@ -7,7 +7,7 @@ Before, 2048 rows on each device:               After, 2 parts of 1024 rows on e
     y = bf16[8192,K] dot(b, v)                      r1 = reduce-scatter(dot(tanh(dot(g1, w)), v))
     r = bf16[2048,K] reduce-scatter(y)              r  = bf16[2048,K] concatenate(r0, r1)
 
-    lane      | g               |         | r               |        | g0     | g1     | r0     | r1     |
+    network   | g               |         | r               |        | g0     | g1     | r0     | r1     |
     compute   |                 | a  b  y |                 |                 | a b y  | a b y  |
 
 Contract
@@ -47,18 +47,19 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, grap
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 
 _PART = "part "  # prefix of the parts' combiner keys
-_PRODUCTS = ("dot", "custom-call")  # custom calls include attention; XLA has yet to fuse other operations
+_PRODUCTS = ("dot", "custom-call")  # attention is a custom call; other operations do not count, as they are not fused
 
 
 @dataclass(frozen=True)
 class RowPartition:
-    """Splits chains from an all-gather to a reduce-scatter into parts.
+    """Splits chains from an all-gather to a reduce-scatter into parts of the rows.
 
     Attributes:
-      model: costs that decide which chains are split. They hold for one launch setting. If None, every chain that can
-        be split is split.
+      model: costs that decide which chains are split. They hold for one launch setting. Without a model (None),
+        `costs_decide` decides.
       parts: number of parts of each device's rows, 2 or more.
-      costs_decide: whether all chains stay whole if there is no model.
+      costs_decide: only matters without a model. If True, all chains stay whole. If False, every chain that can be
+        split is split.
     """
 
     model: CostModel | None = None

@@ -1,18 +1,21 @@
 """Finds the rows of a gathered array in later results, and makes instructions that compute a part of the rows.
 
-    x [2048, K] of each of 4 devices                       rows: 4 devices x 2048, as the all-gather puts them
-    g [8192, K] all-gather(x)                              dimension 0, nothing inside
-    r [1, 8192, K] reshape(g)                              dimension 1
-    y [1, 8192, H, D] reshape(dot(r, w))                   dimension 1
+    x [2048, K] of each of 4 devices                       2048 rows
+    g [8192, K] all-gather(x)                              4 devices x 2048 rows in dimension 0, device after device
+    r [1, 8192, K] reshape(g)                              rows in dimension 1
+    y [1, 8192, H, D] reshape(dot(r, w))                   rows in dimension 1
 
 Elementwise operations, reshapes, transposes, and products with a weight keep rows independent: the result for a row
 depends on that row alone. Reductions and concatenations along other dimensions keep rows independent, too. So one part
-of each device's rows can be computed separately. In row-major order, the dimension that holds the rows has the indices
+of each device's rows can be computed separately. The dimension that holds the rows is a product of these factors, from
+major to minor:
 
     [outside, device, part, row in the device's part, inside]
 
-`follow` finds the rows in a result. `part` makes an instruction for one part from operands for that part. `take` cuts a
-part out of a whole array, and `join` puts parts together.
+`outside` and `inside` are other dimensions that a reshape merged with the rows. Otherwise, their size is 1.
+
+`follow` finds the rows in a result. `Parts.part` makes an instruction for one part, from operands for that part.
+`Parts.take` cuts a part out of a whole array, and `Parts.join` puts parts together.
 
 `row_partition.py` uses this module. (`passes/analysis/dimension_factors.py` follows all dimensions of an array, but
 only through reshapes and transposes.)
@@ -38,7 +41,7 @@ class Rows:
 
     Attributes:
       dimension: the dimension that holds the rows.
-      outside, inside: sizes of the other factors of that dimension, outside the rows and inside each row.
+      outside, inside: sizes of the other factors of that dimension. `outside` is major to the rows, `inside` is minor.
       devices: number of devices. Each device has the same number of rows, and the rows are stored device after device.
       size: total number of rows.
     """
@@ -59,14 +62,16 @@ class Rows:
         return replace(self, dimension=dimension)
 
     def dimensions_of_part(self, shape: Any, parts: int) -> list[int]:
-        """The dimensions of an array of `shape` after a cut to one of `parts` parts of the rows."""
+        """The dimensions of an array of `shape` if it keeps only one of `parts` parts of the rows."""
         found = list(shape.dimensions)
         found[self.dimension] //= parts
         return found
 
 
 def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows | None:
-    """The position of the rows in the result; None if unknown, or if a row of the result depends on other rows.
+    """The position of the rows in the result of `instruction`.
+
+    None if the position is unknown, or if a row of the result depends on other rows.
 
     Args:
       instruction: the instruction, with at least one operand in `known`.
@@ -102,7 +107,7 @@ def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows 
 def _regrouped(rows: Rows, before: Sequence[int], after: Sequence[int]) -> Rows | None:
     """The position of the rows after a reshape; None if no dimension of the result holds all rows.
 
-    A reshape keeps the number of values inside each row.
+    A reshape does not change the number of adjacent elements that belong to one row.
     """
     if 0 in before:
         return None
@@ -135,7 +140,7 @@ class Parts:
 
     Args:
       builder: adds instructions to the computation.
-      count: number of parts; must divide the rows of each device.
+      count: number of parts; must divide the number of rows of each device.
     """
 
     def __init__(self, builder: Builder, count: int) -> None:
@@ -152,9 +157,9 @@ class Parts:
         return made
 
     def _own(self, operand: Instruction, user: Instruction, rows: Rows, number: int) -> Instruction:
-        """The operand for part `number` if the operand is not computed from the gathered array.
+        """The operand that `user` reads for part `number`, if `operand` is not computed from the gathered array.
 
-        An operand without rows stays whole.
+        An elementwise operation or concatenation reads a part of it. Scalars, and operands of other users, stay whole.
         """
         if user.opcode not in _ELEMENTWISE | {"concatenate"} or not operand.shape.dimensions:
             return operand
@@ -184,10 +189,10 @@ class Parts:
         return self._named(made, whole, *apart, joined)
 
     def _around(self, shape: Any, rows: Rows) -> tuple[list[int], int, int, list[int]]:
-        """Splits `shape` at the index of a part of the rows.
+        """Splits `shape` around the factor `part` of the rows' dimension (see the module's docstring).
 
-        Returns the dimensions before the rows' dimension, the sizes of the rows' dimension outside and inside the index
-        of a part, and the dimensions after the rows' dimension.
+        Returns the dimensions before the rows' dimension, the size of its factors major to `part`, the size of its
+        factors minor to `part`, and the dimensions after the rows' dimension.
         """
         outer, inner = rows.outside * rows.devices, rows.size // rows.devices // self.count * rows.inside
         return list(shape.dimensions[: rows.dimension]), outer, inner, list(shape.dimensions[rows.dimension + 1 :])

@@ -10,8 +10,8 @@ merge collectives with different values of `combiner_key`, a frontend attribute 
 
 Contract
     Consumes  the partitioned program before combiners run, so that it includes collectives of XLA's partitioner.
-    Makes     the attribute on collectives whose name contains a strand's name. A value that the user set is kept as a
-              part of the new value.
+    Makes     the attribute on collectives whose name stack contains a strand's name. A value that the user set is kept
+              as a part of the new value.
     Leaves    everything else. XLA may still combine collectives of the same strand, and collectives of no strand.
 
 Why it is legal: the attribute is a hint. Cost: one kernel launch for each pair of collectives that XLA would have
@@ -31,7 +31,7 @@ _COMBINED = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
 
 @dataclass(frozen=True)
 class StrandSeparation:
-    """Sets `combiner_key` on collectives of the strands. No options."""
+    """Sets XLA's attribute `combiner_key` on collectives of the strands, so that they stay apart. No options."""
 
     name = "strand-separation"
     stage = Stage.PRE_SCHEDULER

@@ -18,13 +18,13 @@ Contract
               would only slow each other. A collective between nodes also stays on stream 0 if one of its groups shares
               more than one device with a group in a node.
 
-Why it is legal: readers wait for a collective's done, whatever its stream. No two processes can wait for each other:
+Why it is legal: a reader waits for the end of a collective, whatever its stream is. Processes cannot deadlock:
   1. All devices launch the same collectives in the same order, and each stream keeps that order.
   2. Take the first collective in launch order that has not ended. On each of its devices, everything before it on its
-     stream has ended, so it is the head of its stream. The device has multiprocessors for one collective of each
-     stream, once the compute kernels that hold them end.
-  3. After a compute kernel has begun, it waits for no collective. (`exclusive-kernels` keeps kernels that do wait apart
-     from collectives.)
+     stream has ended, so it is the head of its stream. The device has enough multiprocessors for one collective of
+     each stream, as soon as the compute kernels that occupy them end.
+  3. After a compute kernel has begun, it waits for no collective. The exception are Mosaic kernels that wait for other
+     devices. The pass `exclusive-kernels` keeps them apart from collectives.
   So that collective runs on all its devices, and it ends. tests/passes/communication/test_stream_assignment.py checks
   all interleavings on small meshes.
 Cost: while two collectives run, both hold multiprocessors.
@@ -40,7 +40,10 @@ from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles.hardware import H200, Hardware
 
 _SHARED = 1
-"""Number of devices that two groups may share if their collectives run at the same time. Two mesh axes share one."""
+"""Largest number of devices that two groups may share if their collectives run at the same time.
+
+Groups along two different mesh axes share at most one device.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class StreamAssignment:
 
 
 def _by_link(module: HloModule, gpus_per_node: int) -> tuple[dict[Instruction, Groups], dict[Instruction, Groups]]:
-    """The groups of each asynchronous collective in a node, and of each one between nodes."""
+    """Maps asynchronous collectives to their groups: one map for collectives in a node, one for those between nodes."""
     inside: dict[Instruction, Groups] = {}
     between: dict[Instruction, Groups] = {}
     for start in (i for computation in module.computations for i in computation.instructions if is_start(i)):
@@ -103,7 +106,7 @@ def _groups(parts: Iterable[Collective]) -> Groups:
 
 
 def _apart(groups: Groups, others: set[Groups]) -> bool:
-    """Whether no group shares more than `_SHARED` devices with a group of `others`.
+    """Whether each group of `groups` shares at most `_SHARED` devices with each group in `others`.
 
     Empty `groups` mean one group of all devices, so the result is False.
     """

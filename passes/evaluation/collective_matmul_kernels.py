@@ -3,6 +3,7 @@
     op_name   jit(step)/while/body/collective_matmul/all_gather_matmul bfloat16 8192x4096x3072 over 2/mosaic/...
                                    MARK              key of the site                                  key of the form
 
+A site is a product with its collective: kind, type and sizes. A form is a way to run it (`collective_matmul/sites.py`).
 To XLA, a Mosaic-GPU kernel is a custom call like any other. The pass that inserts the kernel knows its site and form,
 and writes both into the name. XLA keeps the name, even if XLA fuses the kernel with the slices that the kernel reads.
 Kernels that a user calls have no such names.

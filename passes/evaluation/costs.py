@@ -60,7 +60,7 @@ class PowerLimit:
 
         Longer products make the step longer, so its load becomes lower. c solves the equation
 
-            c - 1 = slope (load seconds / (seconds + (c - 1) slower) - free)
+            c - 1 = slope * (load * seconds / (seconds + (c - 1) * slower) - free)
 
         Args:
           load: load of the step at the full clock.
@@ -90,7 +90,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class InStep:
-    """Effects that change operators' times in a step, but not in a profile, which measures operators alone or in pairs.
+    """Effects on times of operators in a step. A profile lacks them: it measures operators alone or in pairs.
 
     Attributes:
       pause: seconds between one kernel and the next (`Section.gap_seconds`).
@@ -109,7 +109,7 @@ class InStep:
     in_order: bool = False
 
     def cost(self, cost: Cost, key: Key, estimate: Estimate) -> Cost:
-        """`cost` with the estimated time of `key`, adjusted to the clock and the launch."""
+        """`cost` with the estimated time of `key`, at this clock and with the wait at the launch."""
         clock = self.clock if isinstance(key, OperatorKey) and key.clocked else 1.0
         launch = self.launch if _on_copy_engines(key) else 0.0
         return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
@@ -148,7 +148,7 @@ class Costs(dict[Instruction, Cost]):
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`), for the estimator.
       in_step: corrections to the profile's times for instructions inside a step.
       matmuls: times of collective matmul kernels.
-      instead: instructions that count as collective matmul kernels. A kernel of 0 seconds takes no time.
+      instead: instructions that count as collective matmul kernels. With a kernel of 0 seconds, they take no time.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Costs(dict[Instruction, Cost]):
         return cost
 
     def _message_key(self, instruction: Instruction) -> CollectiveKey | None:
-        """The key of a message: that of a permute with its size and pairs, because NCCL runs messages like permutes."""
+        """The key of a send or recv: that of a permute of equal size and pairs, as NCCL runs both alike; else None."""
         found = find_transfer(instruction) if instruction.opcode in SENDS else None
         if found is None or found.host:
             return None
@@ -204,7 +204,7 @@ class Costs(dict[Instruction, Cost]):
         return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(key).seconds for key in others))
 
     def _kernel(self, instruction: Instruction) -> Kernel | None:
-        """The collective matmul kernel as which an instruction counts; None if there is none or its time is unknown."""
+        """The collective matmul kernel that an instruction counts as; None if there is none or its time is unknown."""
         if instruction in self.instead:
             return self.instead[instruction]
         found = kernel_of(instruction)
@@ -330,7 +330,7 @@ class CostModel:
     before the first step.
 
     Attributes:
-      matmuls: times of collective matmuls. If None, a collective matmul kernel counts as its product.
+      matmuls: times of collective matmuls. If None, the kernel of one counts like its matrix product alone.
       gpus_per_node: 0 means the usual number for such GPUs.
       inter_bandwidth: bytes per second of each GPU between nodes, used for unmeasured collectives; 0 means the usual
         number.

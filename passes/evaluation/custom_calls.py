@@ -4,9 +4,9 @@ A custom call shows only a name, operands and a result. The table `FAMILIES` say
 whose pattern matches the whole target (and whose `config` is found in the configuration) decides how the time is
 estimated:
 
-    product               from operations: M N K in any layout
+    product               from operations, 2 M N K in any layout
     attention             from operations on queries and keys; half of them if the call names a causal mask
-    convolution           from operations: each output element takes the kernel of its own feature
+    convolution           from operations: each output element needs the part of the kernel for its output feature
     moves                 from the bytes of its operands and its result
     nothing               it informs the compiler or allocates memory, and takes no time
     unknown               from the bytes, too, because nothing says what it computes

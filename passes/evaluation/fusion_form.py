@@ -5,18 +5,18 @@ Two fusions with the same form run the same kernel on different sizes. Example: 
 
     0=parameter() f32[d0]; 1=broadcast(0) f32[d1,d0]; 2=parameter() f32[d1,d0]; 3=multiply(1,2) f32[d1,d0]; -> 3
 
-The computation is converted to a graph and written from its results back to its loads from memory:
+The computation is converted to a graph. The text lists what the results need, operands before their users:
 
-1. Drop what costs nothing: dimensions of size 1, bitcasts between them, values of constants, indices of slices. Put
-   dimensions in memory order, so that only a transposition in memory counts as a transposition. Merge repeated
-   expressions, and read nested fusions as part of the whole.
+1. Drop what costs nothing: dimensions of size 1, bitcasts that only add or remove these, values of constants, and
+   indices of slices. Put dimensions in memory order, so that only a transposition in memory counts as a transposition.
+   Merge repeated expressions, and read nested fusions as part of the whole.
 2. Count a sliced parameter as the slice, and a buffer updated in place as the update. So a layer's operator has the
    same form and sizes for any number of stacked layers.
 3. Give one letter to dimensions that must be equal, such as those of an addition's operands and result. So there are
    few sizes, and chance equalities (sequence length = width) do not count. If everything is elementwise over arrays of
-   one arrangement, join all their dimensions into one.
-4. Number the nodes from the results. The structure of a commutative operation's operands decides their order, so the
-   order in which XLA writes instructions does not count.
+   the same size and dimension order, join all their dimensions into one.
+4. Number the nodes. What the operands of a commutative operation compute decides their order. So the order in which XLA
+   writes instructions does not count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,7 +98,7 @@ def form_of(instruction: Instruction) -> Form:
 
 
 def in_memory(shape: Any) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The `Node.dims` of a shape, and a map from each dimension that they keep to its place.
+    """A shape's sizes other than 1, slowest dimension first (`Node.dims`), and a map from dimensions to places in them.
 
     Of a tuple, the first element counts.
     """
@@ -238,7 +238,7 @@ def _links(
 def _regrouped(
     dims: tuple[int, ...], source: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Links and products of a bitcast. Cuts both sides, slowest dimension first, into groups of equal size."""
+    """`Node.links` and `Node.products` of a bitcast. Cuts both sides, slowest first, into groups of equal size."""
     links: list[tuple[int, int, int]] = []
     products: list[tuple[int, int]] = []
     i = j = 0
@@ -282,7 +282,7 @@ def _write(nodes: list[Node], roots: list[int]) -> Form:
 
 
 def _is_flat(nodes: list[Node], live: list[int]) -> bool:
-    """Whether everything is elementwise over arrays of one size and arrangement."""
+    """Whether everything is elementwise over arrays of the same size, with dimensions in the same order."""
     arrays = [nodes[n] for n in live if nodes[n].dims]
     return len({prod(a.dims) for a in arrays}) == 1 and all(
         array.opcode == "bitcast" or (array.opcode not in _MOVING and _is_elementwise(array, nodes)) for array in arrays

@@ -6,9 +6,9 @@
     copy                                   copy contiguous 16777216
     all-gather-start                       all-gather 67108864B 4x1 groups=1 nccl
 
-A key depends on types, layouts, epilogues and the library. It does not depend on names, ids, metadata and the algorithm
-that autotuning chose. If XLA fuses a library call with the slices that the call reads and writes, the fusion has the
-key of the call, because the slices are only pointer offsets. The key of another fusion names the fusion's form
+A key depends on sizes, types, layouts, epilogues and the library. It does not depend on names, ids, metadata or the
+algorithm that autotuning chose. If XLA fuses a library call with the slices that the call reads and writes, the fusion
+has the key of the call, because the slices are only pointer offsets. The key of another fusion names the fusion's form
 (`fusion_form`). So the key does not change with the number of layers. Control flow and instructions that take no time
 have no key.
 """
@@ -58,8 +58,8 @@ class OperatorKeys(dict[Instruction, Key | None]):
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
     """The profile key of `instruction`.
 
-    None if the instruction takes no time of its own, or moves data outside collectives (`transfers`). Also None if it
-    is a kernel that waits for its peers, because such a kernel cannot be measured alone.
+    The result is None if the instruction takes no time of its own, or is a message or host transfer (`transfers`). It
+    is also None for a kernel that waits for its peers, because such a kernel cannot be measured alone.
 
     Args:
       gpus_per_node: number of devices per node; devices 0 .. n-1 are node 0, and so on.
@@ -99,7 +99,7 @@ def _is_triton(collective: Instruction) -> bool:
 
 
 def _connected(pairs: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices that a permute's pairs connect. A ring is one group of all its devices."""
+    """Groups of devices that the pairs of a collective-permute connect. A ring is one group of all its devices."""
     groups: list[set[int]] = []
     for pair in pairs:
         joined = set(pair).union(*(g for g in groups if not g.isdisjoint(pair)))
@@ -199,8 +199,8 @@ def _product(product: Instruction, numbers: Any, library: str) -> _Identity:
     """Identity of a product: `types:layout:library`, and sizes M, N, K, batch.
 
     The layout has a letter for each operand: `n` if the operand is row-major (M x K, K x N), `t` if it is transposed in
-    memory. A `b` precedes the letters of a batched product. If the result is transposed in memory, the identity is that
-    of the product of the transposed operands in reverse order.
+    memory. A `b` precedes the letters of a batched product. A result that is transposed in memory counts as the
+    product of the transposed operands in reverse order.
     """
     lhs, rhs, out = product.operands[0].shape, product.operands[1].shape, first(product.shape)
     left = _letters(lhs, numbers.lhs_batch_dimensions, numbers.lhs_contracting_dimensions, "m")
@@ -247,7 +247,7 @@ def _plain(order: str) -> bool:
 
 
 def _grouped_gemm(call: Instruction, config: dict[str, Any]) -> _Identity:
-    """Identity of a grouped product: M, N, K of all groups together, and the number of groups.
+    """Identity of a grouped product. The sizes are M, N, K of all groups together, and the number of groups.
 
     With `ragged-k`, the groups divide the contracted rows. With `ragged-m`, they divide the rows of the result.
     """
@@ -300,9 +300,9 @@ def _attention_layout(key: Any, config: dict[str, Any]) -> str:
 
 
 def _copy(copy: Instruction) -> _Identity:
-    """Identity of a copy: its bytes if it is contiguous, else how it permutes dimensions.
+    """Identity of a copy. The size of a contiguous copy is its bytes.
 
-    Dimensions that stay together count as one.
+    Otherwise, the family says how the copy permutes dimensions. Dimensions that stay together count as one.
     """
     source, result = copy.operands[0].shape, first(copy.shape)
     host = ["host"] if copy.opcode == "copy-start" else []

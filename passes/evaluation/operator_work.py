@@ -25,7 +25,7 @@ class Work:
 
     Attributes:
       bytes: bytes read and written.
-      unit: what bounds the time: `product` and `attention` by operations or memory, `memory` by memory alone.
+      unit: what bounds the time: operations or memory (`product`, `attention`), or memory alone (`memory`).
       bits: width of the elements of a product's inputs.
     """
 
@@ -47,7 +47,7 @@ def work_of(instruction: Instruction) -> Work:
 
 
 def touched_bytes(instruction: Instruction) -> int:
-    """Bytes of the result and of each distinct operand. For a slice or an update: twice the slice."""
+    """Bytes of the result and of each distinct operand. For a slice or an update in place: twice the part's bytes."""
     if instruction.opcode in SLICES:
         return 2 * shapes.byte_size(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
@@ -83,7 +83,7 @@ def fusion_bytes(fused: Computation) -> int:
 
 
 def read_bytes(value: Instruction, users: dict[Instruction, list[Instruction]]) -> int:
-    """Bytes that are read of `value`: only the slices if it is only sliced, none if it is updated in place."""
+    """Bytes that are read from `value`: only the slices if it is only sliced, none if it is updated in place."""
     whole = shapes.byte_size(value.shape)
     total = 0
     for user in users[value]:

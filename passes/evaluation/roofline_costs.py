@@ -2,8 +2,8 @@
 
 These costs are made for scheduled GPU programs. In such programs, GEMMs and attention are custom calls or Triton
 fusions, elementwise work is fused, and collectives are async pairs. The start of a pair has its whole cost. Lowered
-programs get coarser costs: an instruction that XLA will fuse counts by the bytes that it writes, or not at all. `costs`
-replaces these costs by measured times.
+programs get coarser costs: an instruction that XLA will fuse counts by the bytes that it writes, or not at all.
+`costs.Costs` replaces these costs by measured times.
 """
 
 import enum
@@ -126,7 +126,7 @@ def _inside_cost(called: Computation, inner: Callable[[Instruction], Cost]) -> C
 
 
 def constant_rates(hardware: Hardware, cost: Cost) -> tuple[float, float]:
-    """Unmeasured rates of compute and of a concurrent collective or transfer with `cost`.
+    """Assumed rates of compute, and of a collective or transfer with `cost`, while both run.
 
     A host transfer and compute do not slow each other: copy engines use no SM, and the host's link is much slower than
     device memory.

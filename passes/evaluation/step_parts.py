@@ -25,7 +25,7 @@ _FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
 
 
 def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timeline | None = None) -> StepParts:
-    """Splits the time of a scheduled module into parts, at the step's final clock.
+    """Splits the time of a scheduled module into parts, at the step's own clock (`timeline.settled`).
 
     Args:
       memory: peak memory in bytes, arguments included; 0 if unknown.
@@ -70,10 +70,14 @@ def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float],
 
 
 def loops_to_look_at(timeline: Timeline, start: float = 0.0, runs: int = 1) -> Iterator[tuple[float, Timeline, int]]:
-    """Finds a step's layer loops: of the innermost loops with collectives, those that take most of the time.
+    """Finds a step's layer loops: innermost loops that hold collectives and take most of the time.
 
-    Yields for each loop the start of a middle iteration in seconds, the iteration's timeline, and the number of
-    iterations in the whole step.
+    Yields three values for each loop: the start of a middle iteration in seconds, this iteration's timeline, and the
+    number of iterations in the whole step.
+
+    Args:
+      start: time in seconds at which `timeline` begins.
+      runs: how often a step runs `timeline`.
     """
     loops = [(i, i.body) for i in timeline.intervals if i.body is not None and i.body.collectives]
     if not loops:

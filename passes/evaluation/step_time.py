@@ -1,9 +1,9 @@
 """Predicts the time of a scheduled step if nothing overlaps: the sum of the times of all its instructions.
 
-A step without the latency-hiding scheduler runs like this, so its measured time tests the times in a profile without
-contention. For any other step, this time is the baseline that overlap improves on. Every instruction with a key counts
-with its stand-alone time, once per iteration of the loops around it. Each execution adds a pause, which a profile holds
-as `gap_seconds`.
+A step compiled without the latency-hiding scheduler runs like this. So its measured time checks a profile's times of
+single operators. For any other step, this time is the baseline that overlap improves on. Every instruction with a key
+(`operator_keys`) counts with its time alone, once per iteration of the loops around it. Each execution adds a pause,
+which a profile holds as `gap_seconds`.
 
     time = predict(module, Costs(H200, Estimator(profile, H200)), gap_seconds=1.5e-6)
     time.seconds                    # seconds of the step

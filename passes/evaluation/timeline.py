@@ -16,11 +16,12 @@ decides which measurement counts:
     begins with it                                                     launched first
     began before                                                       running: it holds its SMs
 
-The last two cases differ if kernels do not start in launch order. Under the setting `default`, a collective launched
-together with a cuBLAS GEMM starves: its kernel is queued and gets its SMs only in the GEMM's tail. The collective keeps
-these SMs. So next to the following GEMM, it runs at the rates that are measured under `connections1` with the
-collective first. Example: a gather of 300 us, and two GEMMs x and y of 200 us each. The rates of compute and collective
-are 1 and 0.01 during x, and 0.75 and 0.9 during y:
+The last two cases differ if kernels do not start in launch order. Under the launch setting `default`, a collective
+launched together with a cuBLAS GEMM starves: its kernel is queued and gets its SMs only in the GEMM's tail. The
+collective keeps these SMs. So next to the following GEMM, it runs at the rates that are measured with the collective
+first and with one connection (launch setting `connections1`, which starts kernels in launch order). Example: a gather
+of 300 us, and two GEMMs x and y of 200 us each. The rates of compute and collective are 1 and 0.01 during x, and 0.75
+and 0.9 during y:
 
     gather   ............########################    526 us
     x        ############                            200 us: gather does 2 us
@@ -32,10 +33,10 @@ lane, kernels launched after it wait, too. Example: two gathers of 300 us, both 
     gathers  1111111111111111 2222222222222222
     x                         ############           not before the second gather has begun
 
-Costs for steps add more effects (`costs.InStep`). Compute pauses before each kernel, and when copy engines get a
+`CostModel.costs` adds more effects (`costs.InStep`). Compute pauses before each kernel, and when copy engines get a
 collective; in a pause, collectives run alone. A collective takes longer, because it waits for the last of its GPUs. A
-dense step lowers the clock. The clock depends on the whole step (`settled`), so only `simulate_module` includes this
-effect. Schedulers compare orders at the full clock, at which profiles are measured.
+step with dense compute lowers the GPU's clock. The clock depends on the whole step (`settled`), so only
+`simulate_module` includes this effect. Schedulers compare orders at the full clock, at which profiles are measured.
 
 Collectives on different lanes do not slow each other, because their links differ. Compute next to several collectives
 proceeds at the lowest of its rates. Messages (send and recv) run like collectives. Transfers to and from the host have
@@ -58,7 +59,7 @@ from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
 
-_SLOWED = 1.2  # trial clock factor that shows how a step grows with its products
+_SLOWED = 1.2  # trial value of `InStep.clock`, to see how a step grows with its products
 
 
 def evaluate(
@@ -101,14 +102,14 @@ def simulate(
 
 
 def simulate_module(module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None) -> Timeline:
-    """Simulates a module's entry computation in the order of its schedule, at the step's final clock."""
+    """Simulates a module's entry computation in the order of its schedule, at the step's own clock (`settled`)."""
     costs = Costs(hardware) if costs is None else costs
     costs = settled(module, costs) if isinstance(costs, Costs) else costs
     return evaluate(sequence_of(module.entry), costs, hardware)
 
 
 def settled(module: HloModule, costs: Costs) -> Costs:
-    """`costs` at the final clock of the module's step, which follows from its load (`PowerLimit`)."""
+    """`costs` at the GPU clock of the module's step. A dense step has a lower clock than others (`PowerLimit`)."""
     power, sequence = costs.in_step.power, sequence_of(module.entry)
     if power is None:
         return costs
@@ -123,7 +124,7 @@ def settled(module: HloModule, costs: Costs) -> Costs:
 
 
 def guessed_overlap(timeline: Timeline, costs: Costs) -> float:
-    """Fraction of the overlap of collectives and compute whose rates are guessed, because no pair was measured."""
+    """Fraction of the overlap of collectives and compute with guessed rates, because no similar pair was measured."""
     beside = [(under, c.instruction, seconds) for c in timeline.collectives for under, seconds in c.under]
     guessed = sum(seconds for under, collective, seconds in beside if costs.rates_are_guessed(under, collective))
     return guessed / (sum(seconds for *_, seconds in beside) or 1.0)

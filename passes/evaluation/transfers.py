@@ -76,7 +76,7 @@ def find_transfer(instruction: Instruction) -> Transfer | None:
 
 
 def begins_pair(instruction: Instruction) -> bool:
-    """Whether a message begins at this instruction. The `-done` of the instruction ends the message."""
+    """Whether the instruction is a send or recv: the start of an async pair that its `-done` ends."""
     return instruction.opcode in SENDS
 
 

@@ -76,7 +76,7 @@ class Builder:
         return loop
 
     def add_attributes(self, instruction: Instruction, like: Instruction) -> None:
-        """Adds the `attributes` of `like` that `instruction` lacks."""
+        """Adds those frontend attributes of `like` (see `attributes`) that `instruction` lacks."""
         own = instruction.proto.frontend_attributes.map
         for key, value in sorted(attributes(like).items()):
             if key not in own:

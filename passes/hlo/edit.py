@@ -16,10 +16,10 @@ ELEMENTWISE = frozenset(
 """Arithmetic opcodes that compute each result element from the operand elements at the same position."""
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 TO_LOCAL, TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
-"""Custom calls before and after the call of a `shard_map`. Both have a side-effect mark, so no pass drops only one.
+"""Custom calls before and after the call of a `shard_map`. Both are marked as side effects, so no pass drops only one.
 """
 SHARDING = "Sharding"
-"""Custom call of a sharding constraint. It has a side-effect mark, too, if its array still has to be summed."""
+"""Custom call of a sharding constraint. If its array still has to be summed, it is marked as a side effect, too."""
 
 
 def combines_by(reduction: Instruction) -> str:
@@ -172,7 +172,8 @@ def _inline(
 ) -> int:
     """Appends `instructions` and replaces their calls. Returns the number of calls replaced.
 
-    Appends copies with `stack` before their name stacks, or the instructions themselves if `stack` is None.
+    If `stack` is None, appends the instructions themselves. Otherwise, appends copies, with `stack` before their name
+    stacks.
 
     `values` maps parameters to arguments, and receives the replacement of every instruction.
     """
@@ -225,7 +226,10 @@ def put_under(stack: str, instruction: Instruction) -> None:
 
 
 def drop_dead(computation: Computation) -> int:
-    """Removes instructions that have no user and no side effect. Returns their number."""
+    """Removes instructions on which neither the root nor a side effect depends. Keeps parameters.
+
+    Returns the number of removed instructions.
+    """
     computation.sort()
     live: set[Instruction] = {computation.root}
     for instruction in reversed(computation.instructions):

@@ -92,9 +92,10 @@ def merge(
     `differing_attributes` finds attributes with two values.
 
     Args:
-      threaded: maps an element of `second` to the element of `first` whose result is its initial value. In the merged
-        loop, both loops' updates go to one buffer. In each iteration, the update of `first` comes before the update of
-        `second`. The caller has proved that the two loops touch different slots of this buffer.
+      threaded: maps elements of `second` to elements of `first`. The result of the element of `first` is the initial
+        value of the element of `second`. In the merged loop, both loops update one buffer. In each iteration, the
+        update of `first` comes before the update of `second`. The caller has proved that the two loops touch different
+        slots of this buffer.
 
     Returns:
       The merged loop, and for each old body a map from its instructions to their copies.

@@ -1,9 +1,10 @@
 """`while` loops: state, invariants, trip counts, and scalar integers that follow from the loop counter.
 
-Trip counts are proved, never guessed. `WhileLoop.counters` takes the part of the loop state that the loop condition
-depends on. From its constant initial values, it computes this part for each iteration, with XLA's integer semantics.
-This covers any counter that `lax.scan`, `fori_loop` or `while_loop` makes from constants, up or down, with any step. A
-loop whose condition depends on anything else has no proved trip count.
+A trip count is *proved* if it follows from constants; it is never guessed. `WhileLoop.counters` takes the part of the
+loop state that the loop condition depends on. From the constant initial values of this part, it computes the values in
+each iteration, with XLA's integer semantics. These values are the loop's *proved counters*. This covers any counter
+that `lax.scan`, `fori_loop` or `while_loop` makes from constants, up or down, with any step. A loop whose condition
+depends on anything else has no proved trip count.
 """
 
 from collections.abc import Iterable, Mapping
@@ -122,7 +123,10 @@ class WhileLoop:
 
     @cached_property
     def counters(self) -> list[dict[int, int]] | None:
-        """For each iteration, the deciding state elements' values at its start; None if they are not proved."""
+        """For each iteration, the values of the deciding elements at its start; None if they are not proved.
+
+        `deciding_indices` lists the deciding elements.
+        """
         try:
             state = {k: self._initial_value(k) for k in sorted(self.deciding_indices)}
             history: list[dict[int, int]] = []

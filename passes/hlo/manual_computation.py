@@ -1,4 +1,4 @@
-"""A `shard_map` in HLO: three instructions that stay together. They run a computation on each device's parts of arrays.
+"""A `shard_map` in HLO: three instructions that stay together. They run a computation on each device's part of arrays.
 
     a = custom-call(x), custom_call_target="xla.sdy.GlobalToLocalShape"     x: a whole array; a: this device's part
     b = call(a), to_apply=xla.sdy.manual_computation_body
@@ -56,7 +56,7 @@ class ManualComputation:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some mesh axes are not manual. The partitioner handles these axes. True if a mesh is unknown."""
+        """Whether some mesh axes are not manual but left to the partitioner. True if a mesh is unknown."""
         module = self.call.computation.module
         names = dict.fromkeys(split.mesh for _, split in (*self.operands, *self.results))
         meshes = [mesh_axes(module, name) for name in names]
@@ -132,7 +132,7 @@ def manual_computations(computation: Computation) -> list[ManualComputation]:
 
 
 def elements(value: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> list[tuple[Instruction, int]]:
-    """The results of one of the three instructions, each with its number.
+    """The results of one of the three instructions of a shard_map, each with its number.
 
     If the instruction returns a tuple, the results are the instructions that read its elements. Otherwise the result is
     the instruction itself, with number 0.

@@ -5,7 +5,7 @@ references and never ids. `to_bytes` gives ids to new instructions and writes re
 schema does not declare stay in each object's `proto` and are written back unchanged.
 
 `computation.instructions` holds operands before users. `module.computations` holds callees before callers. A pass may
-append instructions and computations out of order. `to_bytes` restores the order and moves only those that must move.
+append instructions and computations out of order. `to_bytes` restores the order and moves no more than it must.
 """
 
 import re

@@ -86,7 +86,7 @@ def _run(module: ir.Module, mlir_pass: str) -> None:
 
 
 def _drop_empty_tilings(op: ir.Operation) -> None:
-    """Drops empty tilings, because plugins read a version of StableHLO without tilings."""
+    """Drops empty tilings, because compiler plugins read a version of StableHLO that has no tilings."""
     for name in ("operand_tilings", "result_tilings"):
         tilings = ir.ArrayAttr(op.attributes[name]) if name in op.attributes else []
         if tilings and not any(len(ir.ArrayAttr(tiling)) for tiling in tilings):
@@ -198,9 +198,9 @@ def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputat
 
 
 def _single(ops: Iterator[ir.Operation | None], call: ir.Operation, target: str) -> ir.Operation | None:
-    """The custom call to `target` that every element of `ops` is; None if `ops` is empty.
+    """The one custom call to `target` to which all elements of `ops` refer; None if `ops` is empty.
 
-    Raises ShardyImportError if the elements are something else, or several custom calls.
+    Raises ShardyImportError if an element is another operation, or if there are several custom calls.
     """
     found: list[ir.Operation] = []
     for op in ops:

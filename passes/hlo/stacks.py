@@ -3,7 +3,7 @@
     slot   = bf16[1, ...] dynamic-slice(stack, index, 0, ...)
     stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
 
-The proved counters of a loop tell which slots the loop touches (`WhileLoop.index_table`).
+`WhileLoop.index_table` gives the slots that a loop touches, if the values of the loop's counter follow from constants.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,8 @@ def slot_write(loop: WhileLoop, element: int) -> Instruction:
 def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
     """The indices of the slots of state element `element` that the loop reads or writes.
 
-    None if the loop does not access the element slot by slot, or if an index is not proved to be in range.
+    None if the loop does not update the element, if an access is not of one slot, or if an index is not proved to be in
+    range.
     """
     root = loop.body.root
     write = root.operands[element]
@@ -107,7 +108,7 @@ def mirrored(builder: Builder, index: Instruction, slots: int) -> Instruction:
 
 
 def mirror_reads(loop: WhileLoop, element: int) -> None:
-    """Makes the loop read a stack that is stored in reverse order."""
+    """Mirrors the indices at which the loop reads a stack (element `element`) that is stored in reverse order."""
     builder = Builder(loop.body)
     slots = loop.instruction.shape.tuple_shapes[element].dimensions[0]
     for read in slot_reads(loop, element):
@@ -120,7 +121,7 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
 
     Returns the loop, and the index of that element in the loop's state.
 
-    Raises PassRefusal if anything else reads the element, or if anything reads it from the loop's result.
+    Raises PassRefusal if anything else reads the element, or if anything reads it from the result of the found loop.
     """
     users = source.computation.users()
     if any(u.opcode != "get-tuple-element" for u in users[source]):
@@ -140,7 +141,7 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
 
 
 def is_empty(value: Instruction | None) -> bool:
-    """Whether a stack is empty: a broadcast of one number."""
+    """Whether a stack is empty (a broadcast of one number), so that no slot is written yet."""
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 

@@ -1,1 +1,1 @@
-"""POST_SCHEDULER passes that reorder the scheduled program, the search that they use, and an exact bound."""
+"""POST_SCHEDULER passes that reorder the scheduled program, their search, and a lower bound on any order's time."""

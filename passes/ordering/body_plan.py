@@ -8,8 +8,7 @@ segment holds compute already. A segment holds all operators that are launched u
     2       | product, attention          | reduce-scatter               | reduce-scatter, product, attention
 
 Segments describe the final order, which has no barriers, so a collective may outlast its segment. The `seconds` of a
-segment run from its begin to the begin of the next segment. The `seconds` of all segments add up to the time of the
-whole computation.
+segment last until the next segment begins. The `seconds` of all segments add up to the time of the whole computation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ class PlannedOperator:
     Attributes:
       head: the instruction that stands for the operator. For a collective, this is the start.
       strand: 0 forward, 1 backward; always 0 if the body has one strand.
-      seconds: its time alone, including the instructions that travel with it.
+      seconds: its time alone, including the short instructions that are moved with it (`Operator.light`).
     """
 
     head: Instruction
@@ -62,7 +61,7 @@ class BodyPlan:
     Attributes:
       strands: 1 if all operators are in one strand, else 2.
       order: all instructions, in the chosen order.
-      chosen: which of three orders was taken: "xla", "list" or "paired".
+      chosen: which of three orders was taken: "xla" (XLA's order), "list" (list scheduling) or "paired" (the search).
       seconds_xla, seconds_list, seconds_paired: the evaluator's times of the three orders, whether they fit into memory
         or not.
       seconds_barriers: time of the best plan of equation 2 (`pairing_table.py`), with a barrier after each segment
@@ -88,7 +87,7 @@ class BodyPlan:
         return {"xla": self.seconds_xla, "list": self.seconds_list, "paired": self.seconds_paired}[self.chosen]
 
     def facts(self) -> dict[str, Any]:
-        """The plan as facts for a note of a report."""
+        """The plan as facts for a note in a report (`PassContext.note`)."""
         operators = [o for s in self.segments for o in s.operators]
         return {
             "computation": self.computation.name,

@@ -8,8 +8,8 @@ Before                      After
 
 The pass places instructions one by one, by a simulated clock. A collective starts as soon as its operands are ready and
 its lane is idle. Its done is placed where the collective has ended, or where no compute is ready. Ready compute goes in
-between. The pass tries two priorities: the length of the longest path from the instruction, and XLA's order. It takes
-the faster result.
+between. The pass tries two priorities: the length in seconds of the longest chain of instructions that depend on the
+instruction, and XLA's order. It takes the faster result.
 
 Contract
     Consumes  computations of a scheduled module that hold async collectives (pairs of start and done).
@@ -55,7 +55,7 @@ class CollectiveSchedule:
       min_gain: required saving with measured costs, as a fraction of the most that overlap could save
         (`order_rules.apply_order`). Smaller savings are within the error of the costs. For roofline costs,
         `order_rules.least_gain` raises the requirement.
-      model: measured costs and rates; None for a roofline's.
+      model: measured costs and rates; None takes the roofline of `hardware`.
       max_in_flight: the largest number of collectives of one lane that may be between start and done; None for no
         limit.
     """
@@ -173,7 +173,7 @@ Key = tuple[float, int]
 class _Layer:
     """Places instructions in a legal order, one by one.
 
-    An instruction must wait while an instruction more than `window` places before it (in the old order) is not placed.
+    An instruction is placed only after all instructions that are more than `window` places before it in the old order.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class ExclusiveKernels:
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Raises PassRefusal if a collective must be in flight while such a kernel runs."""
+        """Raises PassRefusal if a collective must be in flight while a kernel that waits for its peers runs."""
         holding = _holding(module)
         if not holding:
             return False
@@ -102,7 +102,10 @@ def _is_exclusive_in(instruction: Instruction, holding: Mapping[Computation, Non
 
 
 class _Guard:
-    """Finds the new order of one computation."""
+    """Finds an order of one computation in which no collective is in flight while an exclusive kernel runs.
+
+    Exclusive kernels wait for their peers (`is_exclusive`).
+    """
 
     def __init__(
         self, computation: Computation, holding: Mapping[Computation, None], memory: Memory, costs: Costs
@@ -118,7 +121,7 @@ class _Guard:
             self.after[earlier].append(later)
 
     def order(self) -> list[Instruction]:
-        """The new order: starts move down or dones move up until no collective is in flight at a kernel.
+        """The new order: starts move down or dones move up until no collective is in flight while `kernels` run.
 
         Raises PassRefusal if there is no such order.
         """
@@ -138,9 +141,11 @@ class _Guard:
     def _apart(
         self, order: list[Instruction], start: Instruction, done: Instruction, between: Sequence[Instruction]
     ) -> list[Instruction]:
-        """`order` with start and done in the same stretch between kernels.
+        """`order` with `start` and `done` moved, so that no kernel is between them.
 
-        If the pair runs a kernel itself, the done moves right behind the start.
+        Args:
+          between: the exclusive kernels between the two in `order`. If it is empty, the async pair itself runs such a
+            kernel, and the done moves right behind the start.
         """
         if not between:
             tries = [_moved(order, start, done, start, None)]
@@ -198,7 +203,7 @@ def _moved(
 
 
 def _tie(sequence: Sequence[Instruction], holding: Mapping[Computation, None]) -> None:
-    """Adds control dependencies that keep each collective between its kernels, and the kernels in their order."""
+    """Adds control dependencies that keep each collective between the same kernels, and the kernels in their order."""
     pairs = dict(_pairs(sequence))
     ended: list[Instruction] = []
     last: Instruction | None = None

@@ -1,7 +1,7 @@
 """Applies the search of `strand_pairing.py` to one strand: hides communication inside one micro-batch by order alone.
 
 The paper's intra-batch baseline (MegaScale; DHelix section 6.1, arXiv 2411.15871) also splits matrix products, which no
-reordering can do. Collective matmuls split products. `schedule="intra_batch"` makes collective matmuls first
+reordering can do. So `schedule="intra_batch"` first makes collective matmuls, which split products
 (`runtime/step/pass_lists.py`). Legality and memory limits are those of `order_rules.py`.
 """
 

@@ -1,16 +1,18 @@
-"""Orders long bodies, such as unrolled layers, layer by layer, because one table of all operators would be too large.
+"""Orders long bodies, such as unrolled layers, layer by layer.
 
-    forward     | layer 0     | layer 1     | layer 2     |        each column is a table of its own;
-    backward    | layer 2     | layer 1     | layer 0     |        columns that look alike share its solution
+One table of equation 2 (`pairing_table.py`) for all operators would be too large. So each column has its own table:
+
+    forward     | layer 0     | layer 1     | layer 2     |
+    backward    | layer 2     | layer 1     | layer 0     |
 
 1. Each strand is cut where its operators repeat. The layer length is the most common distance between two operators of
    the same kind (same key, lane and seconds). The m-th layer of one strand is paired with the m-th layer of the other
-   strand, because `strand-lockstep` ties these two together. A strand without repetition counts as one layer. Columns
-   group or split layers until they have a suitable number of operators.
+   strand, because the pass `strand-lockstep` ties these two together. A strand without repetition counts as one layer.
+   A column may hold several layers or a part of a layer, so that it has a suitable number of operators.
 2. Each column is searched like a short body, from idle lanes to idle lanes. Columns whose operators have the same kinds
    and the same needs share a solution.
-3. The search then improves windows, each from the middle of one column to the middle of the next. So cuts do not act as
-   barriers. Windows that look alike share a solution, too.
+3. The search then improves windows. A window reaches from the middle of one column to the middle of the next, so the
+   cuts between columns do not act as barriers. Windows that look alike share a solution, too.
 
 Cost: linear in the number of operators. A bounded number of columns is searched. The other columns are ordered
 greedily.
@@ -35,7 +37,9 @@ Solver = Callable[[OrderSearch, Sequence[Operator], Sequence[Operator]], Order]
 
 
 def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limits, solve: Solver) -> list[Order]:
-    """Two orders of the whole body: all columns after their search, and the same order with improved windows.
+    """Returns two orders of the whole body: the searched columns in a row, and the same with improved windows.
+
+    A window reaches from the middle of one column to the middle of the next.
 
     Args:
       solve: searches the order of a column, given the column's operators of each strand.
@@ -85,6 +89,9 @@ class _Alike:
         """The order of the group `numbers`, from `search(numbers, is_new)` or from a group that looks alike.
 
         `is_new` is False once enough groups of this sort (columns or windows) were searched.
+
+        Args:
+          what: for a column, its number of operators of the first strand; -1 for a window.
         """
         place = {n: k for k, n in enumerate(numbers)}
         needs = (tuple(sorted(place[m] for m in self.body.operators[n].needs if m in place)) for n in numbers)

@@ -2,8 +2,8 @@
 
 A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` calls the scheduler
 for each computation with async collectives, callees before callers. `apply_order` takes the new order if the evaluator
-predicts a shorter time for it. If the number of collectives in flight is limited, dones move up in the new order. An
-order of XLA that exceeds this limit is always replaced.
+predicts a shorter time for it. If the number of collectives in flight is limited, dones move up in the new order. If
+XLA's order exceeds this limit, it is replaced even by a slower order.
 
 A legal order keeps data flow, control dependencies, the order of side effects, and the order of accesses to a shared
 buffer (`passes/analysis/buffers.py`); `dependencies` returns all of these. Memory is a hard limit: an order whose
@@ -39,7 +39,7 @@ _GUESSED = 0.1
 
 
 class MemoryRefusal(PassRefusal):
-    """No order was found that fits into memory. `needed`: bytes for the smallest order found, arguments included."""
+    """No order that was found fits into memory. `needed`: bytes of the smallest one, arguments included."""
 
     def __init__(self, reason: str, needed: int):
         super().__init__(reason, needed=needed)
@@ -71,7 +71,7 @@ Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, C
 def dependencies(
     computation: Computation, sequence: Sequence[Instruction], memory: Memory
 ) -> Iterable[tuple[Instruction, Instruction]]:
-    """Pairs (before, after) that a legal order keeps: due to data, control, side effects or shared buffers."""
+    """Pairs (before, after) whose order must stay, because of data flow, control, side effects or shared buffers."""
     edges: dict[tuple[Instruction, Instruction], None] = {}
     effect: Instruction | None = None
     for instruction in sequence:
@@ -103,7 +103,7 @@ def few_in_flight(
 ) -> list[Instruction]:
     """Moves dones up in `order`, so that each lane has at most `most` collectives between start and done.
 
-    A done that depends on the next start stays where it is.
+    A done that depends on the start that would exceed the limit stays where it is.
 
     Args:
       before: for each instruction, the instructions that must come before it.
@@ -131,11 +131,12 @@ def starts_behind_ends(
 ) -> list[Instruction]:
     """Changes `order` so that XLA keeps the order of collectives on each lane.
 
-    If no compute lies between a start and its done, XLA makes the pair synchronous at the place of the done. Another
-    collective whose start lies between the two would then begin first. Such a start on the same lane moves behind the
-    done. This does not delay its collective:
+    If no compute lies between a start and its done, XLA makes the pair synchronous, at the place of the done. Another
+    collective that starts between the two would then begin first. If it is on the same lane, its start moves behind the
+    done. This does not delay it, because the lane is busy until then:
 
-        gather-start  scatter-start  gather-done      gather-start  gather-done  scatter-start
+        before    gather-start  scatter-start  gather-done
+        after     gather-start  gather-done  scatter-start
 
     Args:
       before: for each instruction, the instructions that must come before it.
@@ -173,7 +174,7 @@ def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cos
 def _missing(
     instruction: Instruction, before: Mapping[Instruction, Sequence[Instruction]], laid: Mapping[Instruction, None]
 ) -> list[Instruction]:
-    """`instruction` and all its predecessors that are not laid yet, in a legal order."""
+    """`instruction` and all its predecessors that are not in `laid`, in a legal order."""
     found: dict[Instruction, None] = {}
     stack = [instruction]
     while stack:
@@ -212,9 +213,9 @@ def apply_order(
       memory_limit: bytes that the module may need, arguments included, as estimated from live ranges. None stands for
         the need of XLA's order plus `memory_slack`.
       memory_slack: memory in addition to the need of XLA's order, as a fraction of that need without arguments.
-      min_gain: required saving, as a fraction of the most that overlap could save. This most is the computation's own
-        compute time or communication time, whichever is smaller. None takes every order that fits, even a slower order,
-        to make a baseline.
+      min_gain: required saving, as a fraction of the most that overlap could save: of the computation's own compute
+        time or communication time, whichever is smaller. None takes every order that fits, even a slower one. This
+        makes a baseline.
       max_in_flight: as in `Limits`. An order within this limit replaces an order above it, even if the new order is
         slower.
 

@@ -1,20 +1,21 @@
-"""Searches orders of a body's operators: times an order, checks whether it fits into memory, and improves it.
+"""Searches for fast orders of a body's operators: times an order, checks its memory, and improves it.
 
-An order is a tuple of operator numbers (`Body.operators`), of the whole body or of a part of it. An order of the whole
-body may also hold waits: places where compute waits for a collective before any operator needs it (`Body.waits_for`).
-The order of all instructions follows from an order of operators (`Body.sequence`). `seconds` is the evaluator's time of
-that order.
+A body is a scheduled computation, split into operators (`strand_sequences.Body`). An order is a tuple of operator
+numbers, of the whole body or of a part of it. An order of the whole body may also hold waits: places where compute
+waits for a collective before any operator needs it (`Body.waits_for`). `Body.sequence` turns an order of operators into
+an order of all instructions.
 
-- `segment` is P of equation 2: the time of two segments from idle lanes to idle lanes. Compute of one strand comes
-  first, and collectives start as early as they can. Either strand may come first: the faster way counts.
-- `allowed` tells after which operators of both strands a barrier may stand: all their needs have run, and the live
-  values fit into memory. Live values between segments do not depend on the order inside segments.
+- `segment` gives P of equation 2 (`pairing_table.py`): the time of two segments, with idle lanes before and after.
+  Collectives start as early as they can. The compute of either strand may come first: the faster way counts.
+- `allowed` tells where a barrier may stand: the operators before it must not need any operator after it, and the live
+  values must fit into memory. Live values at a barrier do not depend on the order inside segments.
 - `improve` is a local search. Random moves of operators and waits come first. A move is accepted if the new order is
-  slower by less than a threshold, which falls to zero (threshold accepting: Dueck and Scheuer, 1990). Some moves drag
-  along operators in between, if they need the moved operator or it needs them. Half-way, the search tries other orders
-  of the collectives. At the end, each operator moves by a few places as long as that is faster. Most of a moved order
-  is looked up instead of simulated (`order_timing.py`). The remaining times of collectives are slightly rounded, so
-  that more lookups succeed. The search ends after a fixed amount of work, so the result is the same on every host.
+  slower by less than a threshold, which falls to zero (threshold accepting: Dueck and Scheuer, 1990). Some moves take
+  along the operators in between that depend on the moved operator, or on which it depends. Half-way, the search tries
+  other orders of the collectives. At the end, each operator moves by a few places as long as that is faster. Most parts
+  of a moved order are looked up instead of simulated (`order_timing.py`). The remaining times of collectives are
+  rounded slightly, so that more lookups succeed. The search ends after a fixed amount of work, so the result is the
+  same on every host.
 """
 
 import random
@@ -37,17 +38,17 @@ _FAR = 30  # longest move that drags other operators along, in places
 _DRAGS = 0.3  # fraction of the random moves that drag other operators along
 _GAIN = 1e-6  # an order is faster only if it saves this fraction of the time
 _GRAIN = 6e-4  # fraction of the time to which remaining times of collectives are rounded
-_WORSE = 1.5e-2  # fraction of the time by which random moves may be slower, at the beginning
+_WORSE = 1.5e-2  # at first, a random move may make an order slower by this fraction of its time
 _WAITING = 0.1  # fraction of the random moves that move a wait
 _WANDERED = 0.9  # fraction of the work that random moves get
 _SETTLED = 0.5  # fraction of the random moves' work before other collective orders are tried
-_SHORT, _LONGER = 0.02, 0.075  # fractions of that work for each collective order in the first and second trial
+_SHORT, _LONGER = 0.02, 0.075  # fractions of the random moves' work for each order in the first and second trial
 _LEAST = 200  # least work for a collective order in a trial, so that short orders can converge
 _TURNS, _TRIED, _FURTHER = 70, 6, 2  # numbers of collective orders: made, tried once (no threshold), tried twice
 
 
 class OrderSearch:
-    """Searches orders of a body or of its operators `numbers`. All lanes are idle before and after an order."""
+    """Searches for fast orders of a body, or of its operators `numbers`. Lanes are idle before and after an order."""
 
     def __init__(
         self, body: Body, costs: Mapping[Instruction, Cost], limits: Limits, numbers: Collection[int] | None = None
@@ -74,7 +75,7 @@ class OrderSearch:
         self._pairs: dict[tuple[Order, Order], tuple[float, Order]] = {}
 
     def _members(self) -> dict[Instruction, None]:
-        """Instructions of a part of the body, in XLA's order."""
+        """The instructions of the operators `numbers`, in XLA's order."""
         mine = {i for n in self.numbers for i in (*self.body.parts[n], self.body.heads[n])}
         mine |= {self.body.ends[n] for n in self.numbers if n in self.body.ends}
         return {i: None for i in sorted(mine, key=self.body.place.__getitem__)}
@@ -84,15 +85,15 @@ class OrderSearch:
         return {i: [b for b in self.body.timed[i] if b in mine] for i in mine}
 
     def _step(self, number: int) -> Step:
-        """The step of an operator in a segment. The step first waits for the pairs that the operator reads."""
+        """The step (`States`) of an operator in a segment. It waits for the async pairs that the operator reads."""
         ends = (self.body.ends[pair] for pair in self.body.waits[number])
         return self.states.step((*ends, *self.parts[number]))
 
     def sequence(self, order: Iterable[int]) -> list[Instruction]:
-        """All instructions of the whole body, with no more collectives in flight than allowed.
+        """All instructions of the whole body, with at most `Limits.max_in_flight` collectives per lane in flight.
 
         Dones are as late as possible. This is best if a collective takes longer than predicted. If late dones need too
-        much memory, each done moves to the place where its collective has ended. This frees the operand.
+        much memory, each done moves up to where its collective has ended, if that lowers the peak memory.
         """
         return self._sequence_and_peak(order)[0]
 
@@ -149,7 +150,7 @@ class OrderSearch:
         return not self.is_whole or self.peak(order) <= self.limits.bytes
 
     def allowed(self, first: Sequence[Operator], second: Sequence[Operator]) -> Callable[[int, int], bool]:
-        """A function of (i, j): whether a barrier may follow the first i operators of `first` and j of `second`."""
+        """Returns a function of (i, j): may a barrier follow the first i operators of `first` and j of `second`?"""
         of_second, of_first = needed_of(first, second), needed_of(second, first)
         live = [self._live(first[:i], second) for i in range(len(first) + 1)] if self.is_whole else None
 
@@ -160,7 +161,7 @@ class OrderSearch:
         return allowed
 
     def _live(self, first: Sequence[Operator], second: Sequence[Operator]) -> list[int]:
-        """Bytes that are live after `first` and the first 0, 1, ... operators of `second`."""
+        """For n = 0, 1, ...: the bytes that are live after all of `first` and the first n operators of `second`."""
         live = LiveSet(self.limits.memory, self.body.computation)
         for operator in first:
             self._place(operator, live)
@@ -177,7 +178,7 @@ class OrderSearch:
             live.place(self.body.ends[operator.number])
 
     def segment(self, first: Sequence[Operator], second: Sequence[Operator]) -> tuple[float, Order]:
-        """Seconds and order of two segments that run together. Either segment may lead: the faster way counts."""
+        """Seconds and order of two segments that run together. Either may begin: the faster way counts."""
         both = tuple([o.number for o in first]), tuple([o.number for o in second])
         found = self._pairs.get(both)
         if found is None:
@@ -189,9 +190,10 @@ class OrderSearch:
         return found
 
     def _lay(self, leading: Order, following: Order) -> tuple[float, Order]:
-        """Seconds and order of two segments. If both could compute, `leading` computes first.
+        """Seconds and order of two segments. If both have compute that can run, `leading` comes first.
 
-        If an operator computes on idle lanes, it could be a segment of its own. Then the other operators are looked up.
+        If the first operator is compute, nothing runs beside it. Then the other operators are timed as segments of
+        their own. All results are kept.
         """
         known = self._segments.get((leading, following))
         if known is None:
@@ -208,7 +210,7 @@ class OrderSearch:
         return known
 
     def _alone(self, number: int) -> float:
-        """Seconds of a compute operator from idle lanes, with the instructions that travel with it."""
+        """Seconds of a compute operator and the other instructions of its step, beginning with idle lanes."""
         step = self._steps[number]
         return step.least + self.states.idle[step][0]
 
@@ -229,7 +231,7 @@ class OrderSearch:
         return seconds + state[self._end][0], tuple(laid)
 
     def _next(self, left: Collection[int], under_way: Collection[Instruction]) -> int:
-        """The next operator of `left`: a collective that can start, else compute without a wait, else any ready one."""
+        """The next operator: a collective that can start at once, else compute that can, else the first ready one."""
         body = self.body
         ready: list[int] = []
         free: list[int] = []
@@ -249,7 +251,7 @@ class OrderSearch:
         return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
 
     def improve(self, start: Timed, work: int) -> Order:
-        """The fastest order found from `start`, which fits into memory. `work` limits effort (`OrderTiming.work`)."""
+        """The fastest fitting order that the search finds from `start`. `work` limits effort (`OrderTiming.work`)."""
         states = States(self.costs, self.limits, _GRAIN * start[0])
         timing = OrderTiming(self.body, states, self.timed, self.parts)
         waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))
@@ -272,7 +274,7 @@ class OrderSearch:
         return min([best, *(one for one in tried if self.fits(one[1]))])
 
     def _other_turns(self, order: Order) -> list[Order]:
-        """Versions of `order` with exchanged collectives. Versions with fewer exchanges of neighbours come first."""
+        """Versions of `order` with swapped collectives. Versions with fewer swaps of neighbours come first."""
         first = tuple(n for n in order if n not in self._compute and n not in self.waits)
         seen, queue, found = {first}, [first], []
         for turns in queue:  # grows during the loop
@@ -287,9 +289,9 @@ class OrderSearch:
         return found
 
     def _turned(self, order: Order, turns: Order) -> Order | None:
-        """`order` with its collectives in the order `turns`, each after its needs; None if the needs forbid it.
+        """`order` with its collectives in the order `turns`; None if dependencies do not allow this order.
 
-        Waits go to the end, because they belonged to the old collective order.
+        Waits go to the end, because their places suited the old order of the collectives.
         """
         next_turn = iter(turns)
         wanted = [next(next_turn) if n in turns else n for n in order if n not in self.waits]
@@ -339,7 +341,7 @@ class OrderSearch:
         return best
 
     def _moved(self, order: Order, number: int, draw: random.Random) -> Order:
-        """`order` with one operator or wait at another place."""
+        """`order` with operator or wait `number` at a random place."""
         if draw.random() < _DRAGS:
             here = order.index(number)
             return self._dragged(order, here, draw.randint(max(here - _FAR, 0), min(here + _FAR, len(order) - 1)))
@@ -347,7 +349,7 @@ class OrderSearch:
         return _inserted(rest, number, draw.randint(low, high))
 
     def _dragged(self, order: Order, here: int, there: int) -> Order:
-        """`order` with the operator at `here` moved to `there`. Its needs or its users in between move along."""
+        """`order` with the operator at `here` moved to `there`. Its needs or users in between move along."""
         number, low, high = order[here], min(here, there), max(here, there) + 1
         bound = self._bound[number][there > here]
         between = [n for n in order[low:high] if n != number]
@@ -368,7 +370,7 @@ class OrderSearch:
         return {number: (needed[number], needing[number]) for number in needed}
 
     def _nearby(self, order: Order, number: int) -> Iterator[Order]:
-        """Orders with one operator or wait at another place, nearest places first."""
+        """Versions of `order` with operator or wait `number` at another place, nearest places first."""
         rest, low, high = self._places(order, number)
         here = order.index(number)
         for distance in range(1, _REACH + 1):
@@ -390,7 +392,7 @@ def _inserted(rest: Order, number: int, place: int) -> Order:
 
 
 def needed_of(mine: Sequence[Operator], others: Sequence[Operator]) -> list[int]:
-    """For the first 0, 1, ... operators of `mine`: the length of the prefix of `others` that they need."""
+    """For n = 0, 1, ...: the length of the prefix of `others` that the first n operators of `mine` need."""
     place = {o.number: n for n, o in enumerate(others)}
     found = [0]
     for operator in mine:

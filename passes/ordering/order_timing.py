@@ -4,19 +4,25 @@ The time of an instruction depends only on the collectives in flight: on the tim
 whether it runs already. So an order is a path through an automaton. The automaton is built on demand:
 
     State          what is in flight (`Player.flights`), such as 120 us of a gather
-    Step           an operator, with the missing instructions it depends on and those that travel with it
+    Step           an operator, with instructions that must run before it and those that travel with it
     state[step]    seconds lost in the step, and the state after it; simulated once, then looked up
+
+An instruction that is too short to be an operator travels with an operator: it is placed together with the operator
+(`strand_sequences.py`).
 
 The loss of a step is its time beyond the least time that it can take. Losses are never negative. So an order is given
 up as soon as it has lost too much. The path of the last complete order is kept. For the next order, only the part that
 differs is evaluated:
 
-    kept     a b c d e f g h      The path up to c is the same. Behind g the same operators have been placed, so the
-    asked    a b c g d e f h      rest is the same, too, once the state is the same: at the latest when it is idle.
+    kept     a b c d e f g h
+    asked    a b c g d e f h
 
-Contract: `OrderTiming.seconds` equals the evaluator's time of the order's instructions, up to rounding. A `grain` above
-0 rounds the remaining time of collectives, so that states recur. This is accurate enough to tell good orders from bad
-ones.
+Up to c, both paths are the same. After seven operators, both orders have placed the same operators. From there on, the
+rest of the kept path counts as soon as both paths reach the same state at the same place.
+
+Contract: `OrderTiming.seconds` equals the evaluator's time of the order's instructions, up to rounding. If the `grain`
+of `States` is above 0, the remaining times of collectives are rounded, so that states recur. This is accurate enough to
+tell good orders from bad ones.
 """
 
 import math
@@ -50,7 +56,10 @@ class Step:
 
 
 class State(dict[Step, "tuple[float, State]"]):
-    """The collectives in flight between two steps. Maps a step to the seconds lost in it and the state after it."""
+    """The collectives in flight between two steps.
+
+    Maps the next step to the seconds lost in it (its time beyond `Step.least`), and to the state after it.
+    """
 
     def __init__(self, states: "States", flights: Flights) -> None:
         super().__init__()
@@ -63,7 +72,11 @@ class State(dict[Step, "tuple[float, State]"]):
 
 
 class States:
-    """All steps and all states reached so far, starting with `idle`. `grain` is in seconds; a grain of 0 is exact."""
+    """All steps and all states reached so far, starting with `idle`.
+
+    Args:
+      grain: unit, in seconds, to which remaining times of collectives are rounded; 0 does not round.
+    """
 
     def __init__(self, costs: Mapping[Instruction, Cost], limits: Limits, grain: float = 0.0) -> None:
         self.costs, self.limits, self.grain = costs, limits, grain
@@ -80,7 +93,10 @@ class States:
         return found
 
     def least(self, instruction: Instruction) -> float:
-        """The least seconds of an instruction, whatever is in flight; 0 for a loop, because overlap may shorten it."""
+        """The least seconds of an instruction, whatever is in flight.
+
+        For a loop, call or conditional, this is 0, because collectives in flight change what overlaps inside it.
+        """
         if instruction.opcode in CONTROL_FLOW:
             return 0.0
         player = self._player()
@@ -117,12 +133,12 @@ class States:
 
 
 class OrderTiming:
-    """Times orders of a body's operators, or of some of them. All lanes are idle at the begin and the end of an order.
+    """Times orders of a body's operators, or of some of them. All lanes are idle before and after an order.
 
     Args:
       timed: maps each done, and each instruction that takes time, to the keys of this map that must come before it.
-      parts: for each operator, the instructions of `timed` that travel with it. A wait has the instructions of its
-        pair.
+      parts: for each operator, the instructions of `timed` that belong to it (`Body.parts`). A wait (`Body.waits_for`)
+        has the instructions of its async pair.
     """
 
     def __init__(
@@ -231,7 +247,10 @@ class OrderTiming:
     def _new(
         self, mask: int, wanted: Collection[Instruction], travelling: Sequence[Instruction] = ()
     ) -> tuple[Instruction, ...]:
-        """The instructions that `wanted` requires, then the `travelling` instructions with all predecessors placed."""
+        """The instructions that follow those in `mask`: `wanted` and what it needs, then `travelling`.
+
+        A travelling instruction is left out if one of its predecessors is not placed yet.
+        """
         laid = dict.fromkeys(i for i, bit in self._bit.items() if mask & bit)
         count = len(laid)
         for instruction in wanted:

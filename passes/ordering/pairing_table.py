@@ -1,8 +1,8 @@
-"""Cuts two operator sequences into segments and pairs them by dynamic programming: equation 2 of DHelix section 4.2.
+"""Cuts two operator sequences into segments and pairs the segments: equation 2 of DHelix section 4.2.
 
-T(i, j) is the least time of the first i operators of one strand and the first j operators of the other strand. P is the
-time of two segments that run together. The cuts are part of the search: the minimum is over all lengths a and b of the
-two last segments. One of these segments may be empty.
+This is dynamic programming. T(i, j) is the least time of the first i operators of one strand and the first j operators
+of the other strand. P is the time of two segments that run together. The cuts are part of the search: the minimum is
+over all lengths a and b of the two last segments. One of these segments may be empty.
 
     T(i, j) = min over a, b of T(i - a, j - b) + P(first[i - a : i], second[j - b : j])
 
@@ -53,11 +53,11 @@ def pair(
     """Finds the fastest way to cut two sequences into segments and to pair the segments (equation 2).
 
     Args:
-      cost: seconds of two segments that run together. One of the two may be empty. The cost must be at least the busy
-        time of each lane in both segments, because the search skips segments by that bound.
+      cost: seconds of two segments that run together. One of the two may be empty. The cost must not be less than the
+        time for which both segments occupy any single lane, because the search skips segments by that bound.
       max_segment: the largest number of operators of one strand in a segment.
       allowed: whether a barrier may follow the first i operators of one sequence and the first j of the other.
-      less_than: limit in seconds; only faster plans are of use.
+      less_than: limit in seconds; the plan must be faster.
 
     Returns:
       The plan, or None if no plan satisfies `allowed` and `less_than`.

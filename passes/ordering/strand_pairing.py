@@ -14,14 +14,14 @@ Contract
 
 1. Equation 2 is solved for pairs of candidate orders of the strands. The cuts are part of the search
    (`pairing_table.py`). P, the time of two segments from idle lanes to idle lanes, is simulated with the rates of
-   measured pairs. It is simulated in two launch orders: with the compute of either strand first. States whose live
-   values exceed the memory limit are left out.
+   measured pairs. It is simulated in two launch orders: with the compute of either strand first. Plans in which the
+   live values at a barrier exceed the memory limit are left out.
 2. Local search improves the result, because the cuts are barriers only in the model. It starts from the fastest of
-   three orders: the best plan, the order of `list_order`, and XLA's order. It moves single operators and waits, as long
+   these orders: the plans, the order of `list_order`, and XLA's order. It moves single operators and waits, as long
    as the evaluator says that the whole order gets faster without barriers (`order_search.py`). A single strand is
    searched, too. Bodies of many layers are solved layer by layer (`layer_search.py`).
 3. The result is the fastest order that fits into memory: the improved order, the order of `list_order`, or XLA's order.
-   So, by the evaluator, the result is never slower than the other two orders, if they fit.
+   So, by the evaluator, the result is never slower than the other two orders if these fit.
 
 The pass is deterministic: the order depends only on costs and sequence.
 """
@@ -59,7 +59,7 @@ PAIRED_NOTE, ORDERED_NOTE = (
 )  # messages of the notes
 _WORK = 36_000  # limit on the work of the improvement (`OrderTiming.work`)
 _WORK_SHORT = 18  # work for each pair of operators in a short body
-_WORK_LAYER = 2_000  # work for a layer of a long body, and least work for a short body
+_WORK_LAYER = 2_000  # work for a column of layers of a long body, and least work for a short body
 _LONG = 120  # bodies with more operators are solved layer by layer
 
 
@@ -174,7 +174,7 @@ def plan_body(
 def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], float | None]:
     """Orders from equation 2, and the seconds of the best plan.
 
-    For a long body, these are orders from the layer search, and None.
+    For a long body, the orders come from the layer search (`layer_search.py`), and the seconds are None.
     """
     body = search.body
 
@@ -188,7 +188,7 @@ def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], fl
 
 
 def _paired(search: OrderSearch, first: Strand, second: Strand, max_segment: int) -> tuple[list[Order], float | None]:
-    """Solves equation 2 for pairs of candidates. Returns the plans as orders, and the seconds of the best plan.
+    """Solves equation 2 for pairs of candidate orders. Returns the plans as orders, and the seconds of the best plan.
 
     The n-th candidate of one strand is paired with the n-th candidate of the other strand. All nine pairs would give a
     faster plan, but not a faster order after `OrderSearch.improve`.

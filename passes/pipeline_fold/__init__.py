@@ -1,4 +1,7 @@
-"""Pipeline schedules as data: layouts, the W schedule and others, checks, and costs. Start reading at `schedule.py`."""
+"""Pipeline schedules as data: layouts of layers on stages, the W schedule and other schedules, checks, and costs.
+
+`schedule.py` explains the terms.
+"""
 
 from dhelix.passes.pipeline_fold.evaluation import Evaluation, evaluate, evaluate_programs
 from dhelix.passes.pipeline_fold.layouts import (

@@ -2,15 +2,15 @@
 
 The two kinds of schedules are timed as they run:
 
-    lockstep        A tick lasts until its slowest stage is done. Stages without work compute along, all chunks are as
-                    long as the longest chunk, and messages must arrive before the next tick.
-    not lockstep    A stage waits only for its previous task and for messages, as in the literature
-                    (`simulation.makespan`). In the executor's program, a stage also waits for the receivers of its
-                    messages (`message_times.py`).
+    lockstep        A tick lasts until its slowest stage is done. Stages without work compute, too, and their results
+                    are masked. All chunks take as long as the longest chunk. Messages arrive before the next tick.
+    not lockstep    A task waits only for the previous task of its stage and for messages, as in the literature
+                    (`simulation.makespan`). In the executor's program, a stage also waits until the receivers of its
+                    messages are ready (`message_times.py`).
 
 The bubble is idle time over ideal time, without the gain of co-execution. For W and 1F1B with equal chunks, P stages
-and M micro-batches, the bubble is (P - 1) / M, whatever a forward and a backward cost. `idle_share` is the idle
-fraction of the step with co-execution.
+and M micro-batches, the bubble is (P - 1) / M. It does not depend on the times of a forward and a backward.
+`idle_share` is the idle fraction of the step with co-execution.
 
 All times are exact fractions in the unit of the costs; `float(...)` makes them printable.
 """
@@ -35,8 +35,8 @@ class Evaluation:
       step_time: time of the step, with co-execution.
       ideal_time: average work of a stage, without co-execution. This would be the step time if no stage ever waited.
       bubble_fraction: idle time over ideal time, without co-execution.
-      idle_share: idle time over `step_time`, both with co-execution. Masked work counts as idle.
-      co_executed_share: fraction of ticks that are SI blocks, averaged over the stages. Ticks without work count, too.
+      idle_share: idle time over `step_time`, both with co-execution. Masked work counts as idle time.
+      co_executed_share: fraction of the cells (a stage in a tick) that are SI blocks. Cells without work count, too.
       peak_residual_slots: by stage, the largest number of chunks whose residuals are live at once.
       peak_residual_layers: by stage, the largest number of layers whose residuals are live at once, each for one
         micro-batch.
@@ -60,9 +60,10 @@ def evaluate(
     """The cost of a valid schedule (`validation.validate`).
 
     Args:
+      costs: times of layers, embedding, head and messages.
       meetings: whether senders wait for receivers, as in the executor's program. In lockstep, senders always wait.
-      sends_beside: whether messages of the executor's program overlap with loops over layers
-        (`message_times.meeting_time`).
+      sends_beside: whether late messages overlap with loops over layers (`message_times.meeting_time`). This has an
+        effect only with `meetings`, and not in lockstep.
     """
 
     def timed(costs: PipelineCosts) -> tuple[StagePrograms, Fraction]:
@@ -79,11 +80,12 @@ def evaluate(
 
 
 def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: PipelineCosts) -> Evaluation:
-    """The cost of a pipeline that is no `Schedule`.
+    """The cost of a pipeline that is given by the tasks of its stages, without a `Schedule`.
 
     `bidirectional.bidirectional` and `zero_bubble_v.zero_bubble_v` make such pipelines.
 
     Args:
+      programs: the pipeline, made with `costs`.
       plain: the same pipeline, made with `costs.without_gain()`.
     """
     step = makespan(programs, Fraction(costs.send)) + programs.shared
@@ -115,7 +117,8 @@ def _task(layout: Layout, cell: Cell, costs: PipelineCosts) -> Task:
 def _lockstep_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
     """The time of a lockstep schedule.
 
-    In each tick, every stage does all kinds of work that any stage does, with as many layers as the longest chunk.
+    If any stage has a forward in a tick, all stages compute one, with as many layers as the longest chunk has. The same
+    holds for backwards.
     """
     layers = schedule.layout.padded
     total = Fraction(0) if costs.shared_ends else costs.of_ends(schedule.microbatches)

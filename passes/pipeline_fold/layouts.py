@@ -7,15 +7,16 @@
 
 P is the number of stages.
 
-Contract: chunks cover the model's layers in order, each layer once. All stages hold the same number of chunks. Chunk
-lengths differ by at most one. If the number of chunks does not divide the number of layers, the last chunks are the
-longer ones. Longer chunks go to different stages until every stage has one, so stages differ by at most one layer. The
-residuals of the last chunks live for the shortest time, so the extra layers cost the least memory there.
+Contract: chunks cover the model's layers in order, each layer once. All stages hold the same number of chunks. The
+lengths of two chunks differ by at most one layer. If the number of chunks does not divide the number of layers, the
+last chunks are the longer ones. The residuals of the last chunks live for the shortest time, so the extra layers cost
+the least memory there. No stage gets a second longer chunk before every stage has one, so the numbers of layers of two
+stages differ by at most one.
 
 A model that scans over layers has stacked parameters of shape [layers, ...]. A pipeline stores these parameters stage
 by stage, in the shape [stages, chunks of a stage, padded layers of a chunk, ...]. `storage_order` is the permutation to
-this shape, and `model_order` is the permutation back. No layer is stored twice. Places without a layer hold padding,
-which computes the identity.
+this shape, and `model_order` is the permutation back. No layer is stored twice. Places without a layer hold padding: a
+padding layer returns its input.
 
 Source: DHelix section 4.1 and figure 7 (arXiv 2411.15871).
 """
@@ -29,7 +30,7 @@ from dhelix.passes.pipeline_fold.schedule import Layout
 
 
 def linear_layout(layers: int, stages: int) -> Layout:
-    """One chunk on each stage. Raises DhelixError if there are more stages than layers."""
+    """The linear layout: one chunk on each stage. Raises DhelixError if there are more stages than layers."""
     return interleaved_layout(layers, stages, 1)
 
 
@@ -56,7 +57,10 @@ def check_folded(layout: Layout) -> None:
 
 
 def storage_order(layout: Layout) -> np.ndarray:
-    """The model's layer at each storage place, int32[stages, chunks of a stage, padded]; -1 is padding."""
+    """The number of the model's layer at each storage place, int32[stages, chunks of a stage, padded].
+
+    `padded` is the length of the longest chunk. Places with padding have the number -1.
+    """
     order = np.full((layout.stages, layout.chunks // layout.stages, layout.padded), -1, np.int32)
     for chunk, stage in enumerate(layout.stage_of):
         layers = layout.layers_of(chunk)
@@ -67,7 +71,7 @@ def storage_order(layout: Layout) -> np.ndarray:
 def model_order(layout: Layout) -> np.ndarray:
     """The place of each layer in the flattened `storage_order`, int32[layers].
 
-    Indexing stored layers with these places gives the layers in the model's order.
+    Stored layers are in the model's order after they are flattened and indexed with these places.
     """
     flat = storage_order(layout).reshape(-1)
     places = np.flatnonzero(flat >= 0)

@@ -1,21 +1,23 @@
-"""Computes when the executor's program of a schedule is done. Every message is a rendezvous of sender and receiver.
+"""Computes the time of the program that the executor (`dhelix.runtime.pipeline`) compiles for a schedule.
 
-On a stage, a collective-permute ends when the stage's senders and receivers have reached the collective-permute, too.
-This holds in every tick that contains the collective-permute (`phases.py`), even if there is nothing to send. Stages
-that the collective-permute does not name do not wait. So a stage that goes forward waits for a neighbour that goes
-backward. With a runtime that buffers messages (`simulation.makespan`), the stage would not wait:
+In this program, every message is a rendezvous of sender and receiver. A stage leaves a collective-permute only when its
+senders and its receivers have reached the collective-permute, too. This holds in every tick that contains the
+collective-permute (`phases.py`), even if there is nothing to send. Stages that the collective-permute does not name do
+not wait. So a stage that computes a forward waits for a neighbour that computes a backward. With a runtime that buffers
+messages (`simulation.makespan`), the stage would not wait:
 
     stage 0   F F F F             stage 0   F   F   F   F
-    stage 1     B   B   B   B     stage 1     B   B   B   B       rendezvous after each of stage 1's
+    stage 1     B   B   B   B     stage 1     B   B   B   B       rendezvous after each B
               buffered                        stage 0 waits
 
-A late exchange (`phases.Messages`) overlaps with the loop over layers of the next tick if that loop holds no other
-collectives: XLA then puts the loop between start and done of the collective-permute. Otherwise the late exchange ends
-before the next tick begins.
+An exchange is a collective-permute of messages. A late exchange sends the messages of a tick during the next tick
+(`phases.Messages`). It overlaps with the loop over layers of the next tick if this loop holds no other collectives: XLA
+then puts the loop between start and done of the collective-permute. Otherwise the late exchange ends before the next
+tick begins.
 
-If all stages share embedding and head, both synchronize all stages each time. Otherwise each of the two occupies only
-the stage that computes it. Lockstep schedules are timed by `evaluation.evaluate`, because every tick is a rendezvous of
-all stages.
+If all stages share embedding and head, each computation of one of them synchronizes all stages. Otherwise each of the
+two occupies only the stage that computes it. Lockstep schedules are timed by `evaluation.evaluate`, because every tick
+is a rendezvous of all stages.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Times = list[Fraction]
 
 
 def meeting_time(schedule: Schedule, costs: PipelineCosts, beside: bool = False) -> Fraction:
-    """Time from the first task's start to the last one's end, embedding and head included.
+    """Time from the start of the first task to the end of the last task, embedding and head included.
 
     Args:
       schedule: a schedule that is not lockstep.
@@ -45,7 +47,7 @@ def meeting_time(schedule: Schedule, costs: PipelineCosts, beside: bool = False)
 
 
 class _Stages:
-    """The clocks of all stages."""
+    """Simulates a schedule tick by tick. `clock` is the time that each stage has reached."""
 
     def __init__(self, schedule: Schedule, costs: PipelineCosts, beside: bool) -> None:
         self.schedule, self.costs, self.beside = schedule, costs, beside
@@ -69,14 +71,20 @@ class _Stages:
         self.clock = self._exchanged(pattern.cotangents.now, self.clock)
 
     def _end(self, here: Sequence[bool], time: Fraction) -> None:
-        """Runs embedding or head for the stages marked in `here`."""
+        """Adds `time`, the time of an embedding or a head, to the clocks of the stages marked in `here`.
+
+        If all stages share embedding and head, they wait for each other, and each takes an equal part of `time`.
+        """
         if self.costs.shared_ends and any(here) and time:
             self.clock = [max(self.clock) + time / len(here)] * len(here)
         if not self.costs.shared_ends:
             self.clock = [now + time * mine for now, mine in zip(self.clock, here, strict=True)]
 
     def _exchanged(self, ways: Sequence[Hop], arrivals: Times) -> Times:
-        """The time at which each stage ends an exchange over `ways`, given the stages' times of arrival."""
+        """The time at which each stage ends an exchange, given the time at which each stage reaches it.
+
+        `ways` are the (sender, receiver) pairs of the exchange.
+        """
         ends = list(arrivals)
         for sender, receiver in ways:
             meeting = max(arrivals[sender], arrivals[receiver])

@@ -1,27 +1,29 @@
-"""Groups a schedule's ticks into few loops over similar ticks, for the executor and the evaluator.
+"""Groups the ticks of a schedule into a few loops over similar ticks, for the executor and the evaluator.
 
     ticks of W, P = 2, M = 4      0 1 2 3 | 4 5 6 7 8 9 | 10 | 11 12 13
-    goes                             F    |  F and B    |  B |    B
+    work                             F    |  F and B    |  B |    B
     phases                         loop   |    loop     |    |  each alone
     embedding, forward            x   x     x   x
     head                                    x   x   x     x
     embedding, backward                           x   x        x     x
 
-A phase is a loop whose body holds up to `LONGEST_PERIOD` runs of ticks. Ticks at the same place of the body do the same
-kinds of work. A way is the path of a message from one stage to another. Ticks at the same place send their messages
-with one collective-permute over the union of their ways. So each phase costs what its ticks cost: a warm-up tick
-computes no backward pass, and only ticks that need the head compute the head.
+A phase is a loop. One iteration of a phase (a round) executes several ticks, so the loop's body has a place for each of
+these ticks. Ticks at the same place of the body do the same kinds of work. A way is a pair (from stage, to stage) of a
+message. Ticks at the same place send their messages with one collective-permute over the union of their ways. So each
+phase costs what its ticks cost: a warm-up tick computes no backward pass, and only ticks that need the head compute the
+head.
 
-In a lockstep schedule, consecutive ticks with the same content may form one run, which is a loop within the loop of the
-phase. For example, interleaved SI with P stages and v chunks per stage needs the head in P ticks, then in none of (v -
-1) P ticks, and so on. Runs are used if they leave less to compile.
+A run is one tick, or several consecutive ticks of a lockstep schedule with the same content. A run of several ticks is
+a loop within the loop of the phase. For example, take interleaved SI with P stages and v chunks per stage: P ticks need
+the head, the next (v - 1) P ticks do not, and so on. The body of a phase has at most `LONGEST_PERIOD` runs. Runs of
+several ticks are used if they leave less to compile.
 
 A collective-permute is a rendezvous of each pair of stages that it names, in every tick that holds the
 collective-permute (`message_times.py`). Neighbours without messages should not rendezvous. So if a schedule is not
 lockstep, a loop may add ways to a tick only if they cost less than the loop saves in compilation.
 
-Messages leave at the end of their tick. If all stages go the other way in the next tick, nobody needs the messages yet.
-Such messages are late: they overlap with the next tick:
+Messages leave at the end of their tick. If all stages compute only in the other direction in the next tick, no stage
+needs the messages yet. Such messages are late: they overlap with the next tick:
 
     interleaved 1F1B      F               B               F               B
     exchanges                     activations     cotangents      activations
@@ -40,7 +42,7 @@ LONGEST_PERIOD = 4
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages of one kind in one tick; ways are (from stage, to stage) pairs.
+    """Messages of one kind in one tick: activations or cotangents. Ways are (from stage, to stage) pairs.
 
     Attributes:
       ways: ways of the messages that the tick makes.
@@ -59,7 +61,10 @@ class Messages:
         return () if self.late else self.ways
 
     def joined(self, other: Messages) -> Messages | None:
-        """Messages that serve both ticks, or None if one collective-permute cannot serve both."""
+        """Messages that serve both ticks; None if one collective-permute cannot serve both.
+
+        `self` and `other` are the messages of two ticks at the same place of a loop's body.
+        """
         ways, before = _joined_ways(self.ways, other.ways), _joined_ways(self.before, other.before)
         if ways is None or before is None or {self.late, other.late} >= {True, False}:
             return None
@@ -71,10 +76,12 @@ class Pattern:
     """The content of the ticks at one place of a phase's body.
 
     Attributes:
-      forward, backward: whether some stages go only forward, and whether some stages go only backward.
-      both: whether some stages go both ways, in one loop over layers.
+      forward: whether some stages compute only a forward.
+      backward: whether some stages compute only a backward.
+      both: whether some stages compute a forward and a backward, in one loop over layers.
       embed, head, embed_backward: whether the tick computes the embedding, the head, and the embedding's backward.
-      activations, cotangents: messages of the tick's forwards and backwards.
+      activations: messages from the tick's forwards.
+      cotangents: messages from the tick's backwards.
     """
 
     forward: bool
@@ -88,7 +95,7 @@ class Pattern:
 
     @property
     def exchanges(self) -> int:
-        """Number of ways of all exchanges in the tick."""
+        """Number of ways of all exchanges in the tick, with late exchanges of the previous tick."""
         return sum(len(ways) for kind in (self.activations, self.cotangents) for ways in (kind.now, kind.before))
 
     @property
@@ -106,7 +113,7 @@ type Run = tuple[Pattern, int]
 
 @dataclass(frozen=True)
 class Phase:
-    """A loop that does `rounds` repetitions of `runs`, starting at tick `first`."""
+    """A loop that executes `runs`, in order, `rounds` times. Its first tick is tick `first` of the schedule."""
 
     first: int
     rounds: int
@@ -139,9 +146,11 @@ def patterns(schedule: Schedule) -> tuple[Pattern, ...]:
 
 
 def _with_common_ways(ticks: Sequence[Pattern]) -> list[Pattern]:
-    """If one exchange can serve all ticks of a lockstep schedule, gives it to every tick that sends.
+    """Gives every tick that sends the ways of all ticks, separately for activations and cotangents.
 
-    In lockstep an extra way costs nothing. Two stages that swap messages in each tick may use an all-gather.
+    If one collective-permute cannot have all ways of a kind, these ways stay as they are. `ticks` are those of a
+    lockstep schedule, in which an extra way costs nothing. If two stages swap messages in each tick, an all-gather can
+    replace their collective-permute.
     """
 
     def common(kind: str) -> tuple[Hop, ...] | None:
@@ -159,7 +168,10 @@ def _bodies(loops: Sequence[Phase]) -> int:
 
 
 def _runs(ticks: Sequence[Pattern]) -> list[Run]:
-    """Ticks of a lockstep schedule in as few runs as possible. No tick gets an end (`_ends`) that it does not need."""
+    """Ticks of a lockstep schedule in as few runs as possible.
+
+    No tick gets an embedding or a head (`_ends`) that it does not need.
+    """
     runs = [(ticks[0], 1)]
     for tick in ticks[1:]:
         pattern, length = runs[-1]
@@ -184,12 +196,13 @@ def _loops(runs: Sequence[Run], tick: int, lockstep: bool) -> Iterator[Phase]:
 
 
 def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool) -> float:
-    """Number of runs that a loop saves compiling, minus (if not lockstep) the cost of the messages that it adds.
+    """The worth of a loop: the number of runs that need not be compiled, minus the cost of the ways that it adds.
 
-    The sender and the receiver of a message wait for each other. Neighbours without messages should not wait: a stage
-    that goes forward would wait in each tick for a stage that goes backward and takes twice as long. If all stages go
-    the same way, they take equally long. Then an extra way costs nothing if the tick has an exchange anyway. In
-    lockstep, all stages wait for each other anyway.
+    The loop executes the first ones of `runs`, in `rounds` iterations of `body`. The sender and the receiver of a
+    message wait for each other. Neighbours without messages should not wait: a stage with a forward would wait in each
+    tick for a stage with a backward, which takes twice as long. If all stages compute in the same direction, they take
+    equally long. Then an extra way costs nothing if the tick has an exchange anyway. In lockstep, no extra way costs
+    anything, because all stages wait for each other.
     """
     covered = rounds * len(body)
     if lockstep:
@@ -206,7 +219,7 @@ def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool
 
 
 def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run], int]:
-    """The loop over `period` runs that covers as many of the first runs as possible: its body and its rounds."""
+    """The longest loop that starts with the first run and has `period` runs in its body: its body and its rounds."""
     body, covered = list(runs[:period]), 1
     for start in range(period, len(runs) - period + 1, period):
         joined = [_join_runs(a, b, lockstep) for a, b in zip(body, runs[start : start + period], strict=True)]
@@ -217,7 +230,10 @@ def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run
 
 
 def _join_runs(a: Run, b: Run, lockstep: bool) -> Run | None:
-    """One run for both runs, or None. A run of several ticks holds no end (`_ends`) that a tick does not need."""
+    """One run that serves both runs, or None.
+
+    A run of several ticks has no embedding and no head (`_ends`) that one of its ticks does not need.
+    """
     (first, ticks), (second, others) = a, b
     if ticks != others or (ticks > 1 and _ends(first) != _ends(second)):
         return None
@@ -232,11 +248,12 @@ def _ends(pattern: Pattern) -> tuple[bool, bool, bool]:
 def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
     """One pattern that serves both patterns, or None.
 
-    In lockstep, the head costs time in every tick that holds it. So two patterns are joined only if both need the head
-    or neither does. The same holds for the embedding, except in SI blocks. The first and last SI blocks compute an
-    embedding that they do not need, because each further body takes long to compile. If the schedule is not lockstep,
-    one pattern must include all kinds of work of the other pattern. Otherwise a tick would have a loop over layers,
-    without rounds, for work that only the other tick has.
+    In lockstep, the head costs time in every tick that computes it. So two patterns are joined only if both need the
+    head, or if neither does. The same holds for the embedding, except in SI blocks. The first and last SI blocks
+    compute an embedding that they do not need, because each further body takes long to compile.
+
+    If the schedule is not lockstep, one pattern must include all kinds of work (`_kinds`) of the other pattern.
+    Otherwise each tick would have a loop over layers that does nothing, for work that only the other tick has.
     """
     activations, cotangents = a.activations.joined(b.activations), a.cotangents.joined(b.cotangents)
     if lockstep:
@@ -264,7 +281,7 @@ def _joined_ways(a: Sequence[Hop], b: Sequence[Hop]) -> tuple[Hop, ...] | None:
 
 
 def _kinds(pattern: Pattern) -> frozenset[str]:
-    """The kinds of loops over layers that a tick has."""
+    """The kinds of loops over layers in a tick: `forward`, `backward` and `both`."""
     return frozenset(kind for kind in ("forward", "backward", "both") if getattr(pattern, kind))
 
 
@@ -296,7 +313,10 @@ def _messages(schedule: Schedule, tick: int, direction: Direction) -> Messages:
         return tuple(sorted(hop for hop in handed_over(schedule, tick, direction) if hop[0] != hop[1]))
 
     def late(tick: int) -> bool | None:
-        """Whether the messages of `tick` are late; None if there are none. Messages to the own stage are never late."""
+        """Whether the messages of `tick` are late; None if there are none.
+
+        Messages from a stage to itself are never late.
+        """
         if not handed_over(schedule, tick, direction):
             return None
         return bool(ways(tick)) and not schedule.lockstep and not _goes(schedule, tick + 1, direction)

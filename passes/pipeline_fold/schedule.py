@@ -2,17 +2,18 @@
 
 A model is cut into chunks of layers. The lengths of two chunks differ by at most one layer. Chunk c + 1 reads the
 output of chunk c. A stage is one place on the mesh's pipeline axis and holds one or more chunks. In a tick, a stage
-computes at most one chunk of one micro-batch forward, and at most one chunk of one micro-batch backward. A neighbour
-can use the results of a tick in the next tick.
+computes at most one forward and at most one backward, each of one chunk for one micro-batch. A neighbour can use the
+results of a tick in the next tick.
 
     tick            0     1     2     3     4     5    ...
     stage 0        F0.0              F1.0        B..        F1.0: micro-batch 1, chunk 0, forward
     stage 1              F0.1
 
-Residuals are the values that a chunk's backward needs from its forward. The stage stores them in a ring of slots. A
-slot belongs to one chunk of one micro-batch from the tick of its forward to the tick of its backward. A forward may
-take over the slot that the backward of the same tick frees: layer by layer, the forward writes where the backward has
-just read. The backward runs through the layers in reverse, so the new residuals are in reverse order (`Work.reversed`).
+Residuals are the values that a chunk's backward needs from its forward. The stage stores them in an array of slots, the
+residual ring. A slot holds the residuals of one chunk for one micro-batch, from the tick of the forward to the tick of
+the backward. A forward may take over the slot that the backward of the same tick frees: layer by layer, the forward
+writes where the backward has just read. The backward runs through the layers in reverse order. So the new residuals are
+in the reverse order of the old residuals (`Work.reversed`).
 
 The functions in `schedules/` make a schedule, `validation.validate` checks it, `evaluation.evaluate` times it, and
 `dhelix.runtime.pipeline` executes it.
@@ -29,7 +30,7 @@ class Layout:
 
     Attributes:
       stages: P, the size of the pipeline axis.
-      chunk_layers: number of the model's layers in each chunk, in chunk order; these numbers differ by at most one.
+      chunk_layers: number of the model's layers in each chunk. Two of these numbers differ by at most one.
       stage_of: the stage of each chunk.
     """
 
@@ -60,7 +61,7 @@ class Layout:
         return range(first, first + self.chunk_layers[chunk])
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks on `stage`, in chunk order, which is their storage order."""
+        """The numbers of the chunks on `stage`, in increasing order. The stage stores its chunks in this order."""
         return tuple(chunk for chunk, place in enumerate(self.stage_of) if place == stage)
 
     def place_of(self, chunk: int) -> int:
@@ -73,8 +74,8 @@ class Work:
     """One chunk of one micro-batch, forward or backward.
 
     Attributes:
-      slot: slot of the stage's ring to which the forward writes its residuals, and from which the backward reads them.
-      reversed: whether the residuals of the chunk's layer l are at place `padded - 1 - l` of the slot instead of place
+      slot: index of the residual slot. The forward writes its residuals to this slot, and the backward reads them.
+      reversed: whether the residuals of the chunk's layer l are at index `padded - 1 - l` of the slot instead of index
         l.
     """
 
@@ -86,7 +87,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Cell:
-    """The work of one stage in one tick. A cell with a forward and a backward is an SI block that co-executes both."""
+    """The work of one stage in one tick.
+
+    A cell with a forward and a backward is an SI block: the stage co-executes both.
+    """
 
     forward: Work | None = None
     backward: Work | None = None
@@ -99,9 +103,9 @@ class Schedule:
     Attributes:
       name: one of `catalogue.SCHEDULES`.
       ticks: the cells of each tick, by stage.
-      slots: number of residual slots of each stage's ring, the same on all stages because they run one program.
-      lockstep: whether the program needs no branches. In lockstep, all stages go forward in a tick if any stage goes
-        forward. The same holds for backward. A stage without such work computes along, and its results are masked.
+      slots: number of residual slots on each stage. It is the same on all stages, because they run one program.
+      lockstep: whether the program needs no branches. In lockstep, all stages compute a forward in a tick if any stage
+        has one. The same holds for backwards. The results of a stage without such work are masked.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Computes when the stages of a pipeline are done. Each stage runs its tasks in order and waits only for messages.
 
-A task starts as soon as its stage has ended the previous task and its inputs are there. An input from the same stage is
-there at once. An input from another stage is there a time `send` after the other stage has made it.
+A task starts as soon as its stage has ended the previous task and the inputs of the task have arrived. An input from
+the same stage arrives at once. An input from another stage arrives a time `send` after the other stage has made it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from dhelix.passes.pipeline_fold.tasks import Label, StagePrograms
 
 
 def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
-    """Time from the first task's start to the last one's end. Raises DhelixError if the stages deadlock."""
+    """Time from the start of the first task to the end of the last task.
+
+    Args:
+      send: time from the end of a task to the arrival of its result on another stage.
+
+    Raises:
+      DhelixError: the stages deadlock.
+    """
     orders = programs.orders
     # Integers, in multiples of 1 / unit, are as exact as fractions and much faster.
     unit = math.lcm(send.denominator, *{task.time.denominator for order in orders for task in order})
@@ -41,12 +48,16 @@ def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
 
 
 def busy_times(programs: StagePrograms) -> list[Fraction]:
-    """The time for which each stage computes."""
+    """The total time of each stage's tasks, without waiting."""
     return [sum((task.time for task in order), Fraction(0)) for order in programs.orders]
 
 
 def peak_residuals(programs: StagePrograms, stage: int, weights: Sequence[int]) -> int:
-    """The largest sum of `weights` (by chunk) over the residuals that are live on `stage` at once."""
+    """The peak of the live residuals on `stage`.
+
+    Args:
+      weights: for each chunk, the weight of its residuals for one micro-batch, such as its number of layers.
+    """
     live = peak = 0
     for task in programs.orders[stage]:
         takes = 0 if task.takes is None else weights[task.takes]

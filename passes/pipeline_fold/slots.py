@@ -1,18 +1,18 @@
-"""Assigns residual slots: the slot of each chunk of each micro-batch, and the slots that masked work may overwrite.
+"""Assigns residual slots: the slot of each chunk for each micro-batch, and the slots that masked work may overwrite.
 
-The input is a timetable: the (micro-batch, chunk) that each stage runs forward and backward in each tick. A chunk of a
-micro-batch holds one slot of its stage from its forward tick to its backward tick. A forward takes the lowest free
-slot. If no slot is free and reuse within a tick is allowed, the forward takes the slot that the backward of the same
-tick frees:
+The input is a timetable: for each stage and tick, the (micro-batch, chunk) of its forward and of its backward. A slot
+holds the residuals of one chunk for one micro-batch, from the tick of the forward to the tick of the backward. A
+forward takes the lowest free slot. If no slot is free, the forward may take the slot that the backward of the same tick
+frees. This is a hand-over. One loop over layers then computes both:
 
-    iteration l of the tick's loop     backward: layer padded - 1 - l, reads its place p     forward: layer l, writes p
+    iteration l     backward of layer padded - 1 - l, reads index p of the slot     forward of layer l, writes index p
 
-So the new residuals are in the reverse order of the old residuals: `reversed` flips at each hand-over.
+So the new residuals are in the reverse order of the old residuals: `Work.reversed` flips at each hand-over.
 
-In a lockstep schedule a stage without a forward computes along in every tick in which another stage goes forward. Its
-writes must not overwrite live residuals, so `scratch` names a slot without live residuals. `with_slots` makes the ring
-large enough for such a slot in each of these ticks. The tests show that, with P stages, the W schedule never needs more
-than its 2P slots for this.
+In a lockstep schedule, a stage without a forward computes a masked forward in every tick in which another stage has a
+forward. A masked forward must not overwrite live residuals, so `scratch` names a slot that it may write. `with_slots`
+makes enough slots for this. The tests show that, with P stages, the W schedule never needs more than its 2P slots for
+this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ def with_slots(
     lockstep: bool,
     reuse_within_tick: bool = True,
 ) -> Schedule:
-    """The schedule of `timetable`, with the smallest ring of slots that is enough for every stage."""
+    """The schedule of `timetable`, with the smallest number of slots that is enough for every stage.
+
+    Args:
+      name: name of the schedule.
+      timetable: by tick and stage, the (micro-batch, chunk) of the forward and of the backward.
+      lockstep: as in `Schedule`.
+      reuse_within_tick: whether a forward may take the slot that the backward of the same tick frees.
+    """
     masked = [lockstep and any(forward is not None for forward, _ in tick) for tick in timetable]
     slots = max(_needed(timetable, stage, masked, reuse_within_tick) for stage in range(layout.stages))
     columns = [list(_cells(timetable, stage, slots)) for stage in range(layout.stages)]
@@ -47,8 +54,8 @@ def with_slots(
 def scratch(schedule: Schedule) -> tuple[tuple[tuple[int, bool] | None, ...], ...]:
     """By tick and stage: the (slot, reversed) that a masked forward may write, or None if no masked forward runs.
 
-    A masked forward runs on each stage without a forward in a tick in which another stage goes forward. The masked
-    forward writes a slot that is free during the tick, or takes over the slot that the backward of the tick frees.
+    If a stage has a forward in a tick, each stage without a forward runs a masked forward. The masked forward writes a
+    slot that is free during the tick, or takes over the slot that the backward of the tick frees.
 
     Raises:
       DhelixError: a stage has no such slot.
@@ -58,7 +65,7 @@ def scratch(schedule: Schedule) -> tuple[tuple[tuple[int, bool] | None, ...], ..
 
 
 def _needed(timetable: Timetable, stage: int, masked: Sequence[bool], reuse_within_tick: bool) -> int:
-    """Number of slots that `stage` needs. `masked`: by tick, whether a stage without a forward computes along."""
+    """Number of slots that `stage` needs. `masked`: by tick, whether a stage without a forward runs a masked one."""
     live, needed = 0, 1
     for tick, along in zip(timetable, masked, strict=True):
         forward, backward = tick[stage]

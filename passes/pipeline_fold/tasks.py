@@ -1,7 +1,7 @@
-"""The evaluator's view of a pipeline: the tasks of each stage in order, and their times.
+"""A pipeline as the evaluator sees it: the tasks of each stage in order, and their times.
 
-This view is more general than `schedule.Schedule`: a backward may be split in two, and the stages may hold the model
-twice. Times are exact fractions in the unit of the caller's costs, so results can be compared for equality.
+This form is more general than `schedule.Schedule`: a backward may be split in two, and each layer may be on two stages.
+Times are exact fractions in the unit of the caller's costs, so results can be compared for equality.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Number = int | float | Fraction
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Times, all in one unit.
+    """The times of a pipeline's parts, all in one unit.
 
     Attributes:
       forward, backward: times of the forward and the backward of one layer for one micro-batch.
-      co_executed: time of one layer's forward that overlaps with another layer's backward (SI block). None stands for
-        the sum of both times.
+      co_executed: time of one layer's forward and another layer's backward that overlap (SI block). None stands for
+        `forward + backward`.
       weight_gradient: the part of `backward` for gradients of weights. None stands for half of `backward`. Only
         zero-bubble V uses this part.
       embedding, head: times of the whole embedding and the whole head for one micro-batch, forward and backward, on one
@@ -56,7 +56,7 @@ class PipelineCosts:
         return _pair_time(self, forward_layers, backward_layers)
 
     def without_gain(self) -> PipelineCosts:
-        """The same costs without a gain from co-execution; returns `self` if there is no gain anyway."""
+        """The same costs without a gain from co-execution; `self` if these costs have no such gain."""
         plain = replace(self, co_executed=None)
         return self if self.of_pair(1, 1) == plain.of_pair(1, 1) else plain
 
@@ -79,11 +79,11 @@ Label = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Task:
-    """A unit of work of a stage, which runs without interruption.
+    """A piece of a stage's work that runs without interruption.
 
     Attributes:
       reads: results that the task needs.
-      makes: results that the task makes. Only one task makes each result.
+      makes: results that the task makes. No other task makes them.
       takes: the chunk whose residuals the task stores; None if it stores none.
       frees: the chunk whose residuals the task frees; None if it frees none.
       hands_over: whether the task overwrites, layer by layer, the residuals that it frees. Then the old and the new
@@ -107,9 +107,9 @@ class StagePrograms:
     """A pipeline: the tasks of each stage in order.
 
     Attributes:
-      chunk_layers: layers of each chunk.
-      stage_layers: layers whose parameters each stage holds.
-      orders: the tasks of each stage.
+      chunk_layers: number of layers in each chunk.
+      stage_layers: for each stage, the number of layers whose parameters it holds.
+      orders: the tasks of each stage, in order.
       shared: time of the work that all stages do together, in addition to their tasks.
     """
 
@@ -123,7 +123,14 @@ class StagePrograms:
 def task(
     chunk_layers: Sequence[int], forward: Item | None, backward: Item | None, costs: PipelineCosts, hands_over: bool
 ) -> Task:
-    """A task of one forward, one backward, or both co-executed. `forward` and `backward` are (micro-batch, chunk)."""
+    """A task of one forward, one backward, or both co-executed.
+
+    Args:
+      chunk_layers: number of layers in each chunk.
+      forward, backward: the (micro-batch, chunk) of the forward and of the backward, or None.
+      costs: times of layers, embedding and head.
+      hands_over: as in `Task`.
+    """
     last = len(chunk_layers) - 1
     reads, makes = list[Label](), list[Label]()
     time = costs.of_pair(chunk_layers[forward[1]] if forward else 0, chunk_layers[backward[1]] if backward else 0)

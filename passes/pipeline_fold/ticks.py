@@ -1,18 +1,18 @@
-"""Turns the work order of each stage into ticks: every cell runs as early as its inputs and its stage allow.
+"""Assigns work to ticks, given the order of work of each stage. Each stage runs its work as early as possible.
 
-Schedules in the literature are an order of work for each stage. The times follow from the messages:
+In the literature, a schedule is an order of work for each stage. The times follow from the messages:
 
     stage 0: F0 F1 B0 B1         tick      0    1    2    3    4    5
     stage 1: F0 B0 F1 B1   ->    stage 0   F0   F1        B0        B1
                                  stage 1        F0   B0   F1   B1
 
-A cell takes one tick and needs results of earlier ticks. A stage receives at most one activation and one cotangent per
-tick, from itself or another stage. If two cells would send a stage the same kind of message in one tick, the cell on
-the earlier stage waits.
+A cell is the work of one stage in one tick: a forward, a backward, or both. A cell needs results of earlier ticks. A
+stage receives at most one activation and one cotangent per tick, from itself or another stage. If two cells would send
+the same kind of message to the same stage in one tick, the cell on the earlier stage waits.
 
-In fact, a backward takes longer than a forward. If neighbours rendezvous at the end of each tick, a stage with a
-forward waits for a neighbour with a backward. `one_way` separates the two directions: forward and backward ticks
-alternate as long as there is work for the other direction:
+The ticks of the picture have equal length, but a backward takes longer than a forward. If neighbours rendezvous at the
+end of each tick, a stage with a forward waits for a neighbour with a backward. `one_way` separates forwards and
+backwards: forward ticks and backward ticks alternate while there is work for both:
 
     stage 0: F0 F1 F2 B0 F3 B1      tick      0    1    2    3    4    5    6
     stage 1: F0 B0 F1 B1 F2 B2      stage 0   F0   F1        F2   B0   F3   B1
@@ -33,10 +33,14 @@ _IDLE: Pair = (None, None)
 
 
 def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool = False) -> list[list[Pair]]:
-    """The work of each stage by tick, from its order. Raises DhelixError if the orders deadlock.
+    """The work of each stage in each tick.
 
     Args:
-      one_way: whether all stages go the same way in a tick, alternately forward and backward. No cell may do both.
+      orders: the cells of each stage, in order.
+      one_way: whether each tick has only forwards or only backwards, alternately. No cell may have both.
+
+    Raises:
+      DhelixError: the orders deadlock.
     """
     position = [0] * layout.stages
     made: set[tuple[str, Item]] = set()
@@ -62,7 +66,10 @@ def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool 
 
 
 def _row(layout: Layout, pairs: Sequence[Pair], made: set[tuple[str, Item]]) -> list[Pair]:
-    """Each stage's next cell, from `pairs`, if it can run in the tick after `made`; otherwise an idle cell."""
+    """The cells of the next tick: for each stage, its cell in `pairs` if it can run, otherwise an idle cell.
+
+    `made` has the results of earlier ticks.
+    """
     row: list[Pair] = [_IDLE] * layout.stages
     receivers: set[tuple[str, int]] = set()
     for stage, pair in reversed([*enumerate(pairs)]):
@@ -74,7 +81,7 @@ def _row(layout: Layout, pairs: Sequence[Pair], made: set[tuple[str, Item]]) -> 
 
 
 def of_first(microbatches: int, orders: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
-    """`orders` without the work of padding micro-batches, whose numbers start at `microbatches`."""
+    """`orders` with only the work of the first `microbatches` micro-batches. The others are padding."""
 
     def kept(item: Item | None) -> Item | None:
         return item if item is not None and item[0] < microbatches else None

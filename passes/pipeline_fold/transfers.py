@@ -1,9 +1,9 @@
 """Messages between chunks: the activations and cotangents that each tick produces.
 
-A message leaves at the end of the tick that produced it, for another stage or for another chunk of the same stage. No
-stage gets two activations or two cotangents in a tick (`validation.validate`). So the messages of one kind between
-stages form a partial permutation, and one collective-permute sends them. In lockstep schedules and in 1F1B, a message
-is read in the very next tick. In other schedules, a message may wait for some ticks.
+A message leaves at the end of the tick that produced it. It goes to another stage, or to another chunk on the same
+stage. No stage gets two activations or two cotangents in a tick (`validation.validate`). So the messages of one kind
+between stages form a partial permutation, and one collective-permute sends them. In lockstep schedules and in 1F1B, a
+message is read in the very next tick. In other schedules, a message may wait for some ticks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Direction = Literal["forward", "backward"]
 def transfers(schedule: Schedule, tick: int) -> tuple[list[Hop], list[Hop]]:
     """The hops of the activations and of the cotangents that `tick` sends to other stages, ordered by sender.
 
-    Three kinds of results are no transfers: the input of a next chunk on the same stage, the output of the last chunk
-    (for the loss), and the cotangent of the first chunk (for the embedding).
+    A hop is a pair (from stage, to stage). Three kinds of results have no hop: the input of a next chunk on the same
+    stage, the output of the last chunk (for the loss), and the cotangent of the first chunk (for the embedding).
     """
     activations = [hop for hop in handed_over(schedule, tick, "forward") if hop[0] != hop[1]]
     cotangents = [hop for hop in handed_over(schedule, tick, "backward") if hop[0] != hop[1]]
@@ -29,7 +29,7 @@ def transfers(schedule: Schedule, tick: int) -> tuple[list[Hop], list[Hop]]:
 
 
 def handed_over(schedule: Schedule, tick: int, direction: Direction) -> list[Hop]:
-    """The hops of the messages of `tick` in one direction, hops from a stage to itself included.
+    """The (from stage, to stage) of each message of `tick` in one direction, also from a stage to itself.
 
     Forward messages are activations. Backward messages are cotangents.
     """

@@ -1,12 +1,13 @@
 """Checks a schedule before it runs. A `DhelixError` names the tick, the stage and the fault.
 
-    shape          as many cells in each tick as stages; equally many chunks on each stage; at least one layer in each
-    work           every chunk of every micro-batch runs forward once and backward once, on the stage that holds it
-    dependencies   the input of a chunk was produced in an earlier tick
-    slots          in range; never overwritten before the backward that needs them, except by a forward of the same
-                   tick, which must use the reverse order; the backward has its forward's slot and order
-    messages       a stage gets at most one activation and one cotangent per tick, from itself or another stage
-    lockstep       see `_check_lockstep`
+    shape          Each tick has one cell for each stage. All stages have the same number of chunks. Each chunk has at
+                   least one layer, and the lengths of two chunks differ by at most one layer.
+    work           For every micro-batch, every chunk has one forward and one backward, on the stage that holds it.
+    dependencies   The inputs of a forward or backward were produced in an earlier tick.
+    slots          The slot of a forward exists and is free. Or the backward of the same tick frees it; then the forward
+                   stores its residuals in the other order. A backward has the slot and the order of its forward.
+    messages       A stage gets at most one activation and one cotangent per tick, from itself or another stage.
+    lockstep       See `_check_lockstep`.
 
 The type `Cell` ensures at most one forward and one backward per cell, and so at most one sent message of each kind.
 """
@@ -58,7 +59,7 @@ def _works(schedule: Schedule, direction: str) -> Iterator[tuple[int, int, Work]
 
 
 def _check_work(schedule: Schedule, direction: str) -> dict[tuple[int, int], int]:
-    """The tick of each (micro-batch, chunk). Raises DhelixError for wrong, repeated or missing work."""
+    """The tick of each (micro-batch, chunk) in `direction`. Raises DhelixError for wrong, repeated or missing work."""
     layout, ticks = schedule.layout, dict[tuple[int, int], int]()
     for tick, stage, work in _works(schedule, direction):
         where, item = f"tick {tick}, stage {stage}: {direction} of {_name(work)}", (work.microbatch, work.chunk)
@@ -133,13 +134,13 @@ def _check_messages(schedule: Schedule) -> None:
 def _check_lockstep(
     schedule: Schedule, forwards: dict[tuple[int, int], int], backwards: dict[tuple[int, int], int]
 ) -> None:
-    """Checks that the schedule can run without branches: stages without work in a tick compute along.
+    """Checks that the schedule can run without branches. Then stages without work in a tick compute masked results.
 
-    - Ticks go forward only, then both ways, then backward only.
+    - The first ticks have only forwards, then ticks have both, and the last ticks have only backwards.
     - A message is used in the very next tick, because the next message replaces it.
-    - A stage that computes along has a slot to write to (`scratch`).
-    - With P stages, a stage computes along for the time of at most P - 1 micro-batches, which is the bubble of 1F1B. A
-      schedule above that limit would be faster with branches.
+    - A stage with a masked forward has a slot to write to (`scratch`).
+    - With P stages, masked work takes at most as long as P - 1 micro-batches, which is the bubble of 1F1B. A schedule
+      above that limit would be faster with branches.
     """
     layout = schedule.layout
     forward_ticks = sorted({tick for tick, _, _ in _works(schedule, "forward")})

@@ -1,17 +1,17 @@
 """A plan as data: the decisions about how a step runs, in sections.
 
-    plan = plan_files.load("plan.json")  # `dhelix plan --out plan.json` writes one; people read and edit it
-    strand_interleave(plan=plan)         # runs it
+    plan = plan_files.load("plan.json")  # a file that `dhelix plan --out plan.json` has written; people may edit it
+    strand_interleave(plan=plan)         # decorates a step, which then runs as the plan says
 
-    section        says                                                        used by
-    target         the GPUs and the launch setting that it was made for        `Target.compare`, which logs differences
-    collectives    which collectives are replaced or split                     passes of `communication/`
-    order          which operators run together, their order, its limits       planned_order.py
+    section        says                                                         used by
+    target         the GPUs and the launch setting for which it was made        `Target.compare`, which logs differences
+    collectives    which collectives are replaced or split                      passes in `passes/communication/`
+    order          the order of operators, and limits on memory and overlap     `planned_order.py`
 
-*The order* holds bodies: the computations whose order was decided. A body is a sequence of segments. A segment holds
-the collectives that are launched together, and the operators that run with them until the next collective is launched
-(DHelix figure 10). The order of segments, and of operators in a segment, is the launch order. Nothing else in a plan
-decides the order.
+The order section holds bodies: the computations whose order was decided. A body is a sequence of segments. A segment
+holds the collectives that are launched together, and the operators that run with them until the next collective is
+launched (DHelix figure 10). The launch order is the order of the segments, and of the operators in a segment. Nothing
+else in a plan decides the order of operators.
 
 Operators have readable names, unique in their body, such as `beta all-gather 2`. A table maps each name to an operator
 of the program: to its *operator key*, and to its number among the operators with this key (`plan_operators.py`). XLA's
@@ -42,8 +42,8 @@ class PlanOperator:
 
     Attributes:
       name: readable name, such as `alpha attention backward`; unique in its body.
-      key: the operator key as text. For control flow, its opcode and a digest of its contents.
-      occurrence: number among the operators with this key, from 1.
+      key: the operator key as text. For control flow, the opcode and a digest of what it runs.
+      occurrence: number among the body's operators with this key, from 1.
     """
 
     name: str
@@ -57,9 +57,11 @@ class PlanSegment:
 
     Attributes:
       run: names of operators, in launch order.
-      predicted_us: time until the next segment begins; collectives may still be in flight then.
-      measured_us: the same time in a trace, if there is one.
-      guessed: fraction of the operators' stand-alone time that rests on no measurement.
+      predicted_us: predicted time from the start of this segment to the start of the next one. Collectives of this
+        segment may still be in flight then.
+      measured_us: the same time, measured in a trace; None if there is no trace.
+      guessed: fraction of the segment's time that is a guess, because nothing similar was measured. It is a fraction of
+        the sum of the operators' times alone.
     """
 
     run: tuple[str, ...]
@@ -74,12 +76,13 @@ class PlanBody:
 
     Attributes:
       name: readable name.
-      fingerprint: digest of the computation's operators. It identifies the computation in a program.
+      fingerprint: digest of the computation's collectives, products and attentions. It identifies the computation in a
+        program.
       runs: how often a step runs the computation, in the program for which the plan was made.
       operators: the operators that the segments name, each once.
-      small: instructions of a few microseconds that are not operators, in groups: the operator before which they run
-        (`FINALLY`: the end), and their keys and occurrences. An instruction that is not ready there runs as soon as it
-        is ready. So it follows operators that are moved.
+      small: short instructions that are not operators, as groups. A group has the name of the operator before which its
+        instructions run (`FINALLY`: after all operators), and their keys and occurrences. An instruction that is not
+        ready at this place runs as soon as it is ready. So instructions move with operators.
     """
 
     name: str
@@ -112,7 +115,7 @@ class PlanTarget:
 
     Attributes:
       hardware, link, setting: hardware, link and launch setting of the profile with which the plan was made.
-      implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`).
+      implementation: the implementation of collectives, one of `profiles.keys.IMPLEMENTATIONS`.
       environment, xla_flags: the environment variables and XLA flags of the setting.
       gpus_per_node: number of GPUs in a node; 0 means the usual number for this hardware.
     """
@@ -156,10 +159,10 @@ class OrderSection:
 
     Attributes:
       bodies: computations whose order was decided.
-      skew: number of layers between the strands.
-      max_in_flight: limit of collectives in flight per lane; 0: no limit.
-      memory_limit: limit in bytes per GPU, arguments included. 0 means the memory of XLA's order plus 3 %
-        (`MEMORY_SLACK`).
+      skew: number of layers by which the strands are apart.
+      max_in_flight: largest number of collectives in flight per lane; 0 for no limit.
+      memory_limit: memory that the order may need, in bytes per GPU, arguments included. The memory of XLA's order plus
+        3 % (`MEMORY_SLACK`) is always allowed, so 0 means only this. The user's `memory_limit` replaces both limits.
     """
 
     bodies: tuple[PlanBody, ...] = ()
@@ -173,8 +176,10 @@ class Prediction:
     """The predicted times of one step, in microseconds.
 
     Attributes:
+      makespan_us: time of the whole step.
+      compute_us, communication_us: time in which compute runs, and time in which communication runs.
       hidden_fraction: fraction of the communication time that compute hides.
-      guessed_fraction: fraction of all operators' stand-alone time that rests on no measurement.
+      guessed_fraction: fraction of the operators' times alone that is a guess, because nothing similar was measured.
       guessed_overlap_fraction: fraction of the overlapped time for which no measured pair says how much collective and
         compute slow each other down (`timeline.guessed_overlap`).
     """

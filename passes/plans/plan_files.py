@@ -33,9 +33,9 @@
     }
     }
 
-To edit a plan, move names within a segment's `run` or from one `run` to another; each operator must appear once.
-`small` lists instructions of a few microseconds, by the operator before which they run; do not edit it. Times are only
-for information. Equal plans give equal text. Unknown fields are errors, so that typing errors are noticed.
+To edit a plan, move names within the `run` of a segment, or from one `run` to another. Each operator must appear once.
+`small` lists short instructions that are not operators, by the operator before which they run; do not edit it. Times
+are only for information. Equal plans give equal text. Unknown fields are errors, so that a misspelled name is noticed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SCHEMA = 2
 
 _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
-_Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # at most a whole step
+_Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # more than any step takes
 
 
 class _Target(Struct, forbid_unknown_fields=True):
@@ -200,7 +200,7 @@ def _segment_text(segment: PlanSegment) -> str:
 
 
 def _rounded(value: float) -> float | int:
-    """Rounds to six digits, which is more than the precision of these numbers. Whole numbers become integers."""
+    """Rounds to six significant digits. Times are less precise than that. Whole numbers become integers."""
     short = float(f"{value:.6g}") if math.isfinite(value) else value
     return int(short) if math.isfinite(short) and short == int(short) else short
 
@@ -295,7 +295,7 @@ def _operators(rows: Mapping[str, _Identity], place: str, origin: str) -> dict[s
 def _segments(
     rows: list[_Segment], operators: Mapping[str, PlanOperator], place: str, origin: str
 ) -> tuple[PlanSegment, ...]:
-    """Reads segments. Raises PlanError unless each operator runs exactly once."""
+    """Reads the segments of a body. Raises PlanError unless each of the body's operators is in exactly one segment."""
     seen: dict[str, str] = {}
     for n, row in enumerate(rows):
         for k, name in enumerate(row.run):

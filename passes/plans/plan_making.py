@@ -1,12 +1,13 @@
-"""Makes a plan from a scheduled program, whichever scheduler decided its order. `plan=` carries the plan out.
+"""Makes a plan from a scheduled program. Any scheduler may have decided the order.
 
-    schedule = dict(module.schedule)                  # XLA's
+    schedule = dict(module.schedule)                  # XLA's schedule
     StrandPairing(model=model).run(module, context)   # or another scheduler
     plan = make_plan(module, schedule, model, Plan("llama-8b, 8 layers", target))
 
-The bodies of the plan are the computations that have two strands or an order other than XLA's. Other computations keep
-XLA's order. The end of a collective is an operator of the plan only if it comes earlier than necessary. A schedule ends
-collectives early to save memory.
+`strand_interleave(plan=plan)` then runs a step in this order. The bodies of the plan are the computations that have two
+strands, or whose order differs from XLA's. Other computations keep XLA's order. To save memory, a schedule may end a
+collective before an operator needs the result. Such an early end is an operator of the plan. The pass `planned_order`
+places all other ends as late as possible.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,14 +44,14 @@ Schedule = Mapping[Computation, Sequence[Instruction]]
 def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Plan) -> Plan:
     """Makes the plan that reproduces the module's schedule.
 
-    Bodies with two strands come first. Among bodies with the same number of strands, the one with the most time of its
-    own per step comes first.
+    Bodies with two strands come first. Bodies with the same number of strands are sorted by their time in a step, the
+    longest first. This time leaves out the loops and branches in the body.
 
     Args:
       module: a scheduled module.
       original: XLA's schedule of the same module.
       model: costs for predictions. They also decide which instructions are operators.
-      like: a plan without an order. It provides the target and the other sections of the result.
+      like: a plan without bodies. All parts of the result but the bodies and the prediction are those of `like`.
     """
     costs = settled(module, model.costs())
     limits = Limits(costs.hardware, 0, Memory(module), {})
@@ -76,8 +77,8 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Pla
 def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
     """Merges bodies with equal fingerprints into the first one, with the sum of their runs.
 
-    A plan applies a body to all computations with its fingerprint. The layers of several ticks in a pipeline's loop are
-    an example.
+    A plan applies a body to all computations with its fingerprint. For example, the loops over layers of several ticks
+    of a pipeline may have the same fingerprint.
     """
     runs: dict[str, int] = {}
     for body in bodies:
@@ -87,7 +88,7 @@ def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
 
 
 def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Prediction:
-    """The prediction for the step that `timeline` simulated."""
+    """The prediction for a step: `timeline` is the simulation of `module` with `costs`."""
     return Prediction(
         1e6 * timeline.seconds,
         1e6 * timeline.compute,
@@ -105,14 +106,18 @@ def _early_ends(
     segments: Sequence[PlannedSegment],
     memory: Memory,
 ) -> set[Instruction]:
-    """The ends of collectives that come earlier in `sequence` than necessary, so after fewer operators."""
+    """The ends of collectives that come earlier in `sequence` than necessary.
+
+    Such an end has fewer operators before it than in the order of `planned_sequence`, in which ends come as late as
+    possible.
+    """
     heads = {o.head: "" for segment in segments for o in segment.operators}
     late = _heads_before(planned_sequence(computation, original, heads, memory), heads)
     return {end for end, count in _heads_before(sequence, heads).items() if count < late[end]}
 
 
 def _heads_before(sequence: Sequence[Instruction], heads: Collection[Instruction]) -> dict[Instruction, int]:
-    """Maps the end of each collective in `heads` to the number of `heads` before this end."""
+    """Maps the end of each collective whose start is in `heads` to the number of `heads` before this end."""
     found: dict[Instruction, int] = {}
     count = 0
     for instruction in sequence:

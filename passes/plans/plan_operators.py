@@ -1,18 +1,19 @@
 """Maps operators of a plan to instructions and back, by key and occurrence, and gives them readable names.
 
-A plan outlives the program it was made from. XLA renames instructions in each version, schedules them differently when
-costs differ, and autotunes on each GPU which library computes a product. The computation itself stays the same, so an
-operator is identified by
+A plan is also used for other programs than the one from which it was made. XLA renames instructions in each version and
+schedules them differently when costs differ. On each GPU, XLA's autotuner chooses the library for a product. The
+computation itself stays the same, so an operator is identified by
 
-  - its key (`passes/evaluation/operator_keys.py`). The key of a product keeps operand types, layout and sizes; it drops
-    library, epilogue and result type. Control flow has no profile key: its opcode and a digest of the collectives,
-    products and attentions inside identify it. Kernels that wait for their peers are identified by site and form;
-  - its occurrence: its number among the instructions with that key in its computation. These instructions are sorted by
-    the number of operators through which their data passes, then by JAX's name, then by their order in the module. The
-    schedule does not count.
+  - its key, which has the facts that decide its time (`passes/evaluation/operator_keys.py`). For a product, a plan uses
+    only operand types, layout and sizes, without library, epilogue and result type. Control flow has no key in a
+    profile. It is identified by its opcode and a digest of the collectives, products and attentions inside. Kernels of
+    collective matmuls are identified by site and form (`profiles/collective_matmul/sites.py`);
+  - its occurrence: its number among the instructions with the same key in the computation. These instructions are
+    sorted by depth, then by JAX's name (`op_name`), then by their order in the module. The depth of an instruction is
+    the largest number of operators on a path of operands to it. The schedule does not matter.
 
 A readable name has the strand, what the operator does, and a number if there are several: `beta all-gather 2`. The end
-of a collective, where compute waits for it, is named after its start: `beta end of all-gather 2`.
+of a collective (its done instruction) is named after its start: `beta end of all-gather 2`.
 """
 
 from collections import Counter
@@ -44,8 +45,9 @@ class PlanOperators:
     """The operators of one computation.
 
     Attributes:
-      identities: (key, occurrence from 1) of each instruction that takes time, and of each end of a collective.
-      instructions: the instruction with each identity.
+      identities: (key, occurrence) of each instruction that takes time, and of each end of a collective. Occurrences
+        count from 1.
+      instructions: the reverse of `identities`: maps (key, occurrence) to the instruction.
     """
 
     def __init__(self, computation: Computation, keys: OperatorKeys) -> None:
@@ -65,9 +67,9 @@ class PlanOperators:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that identify the collectives, products and attentions, and the control flow that holds them.
+        """A hash of the operators, 16 hex digits: collectives, products, attentions, and control flow that runs these.
 
-        The fingerprint depends neither on their order nor on other instructions.
+        The fingerprint does not depend on the order of these operators or on other instructions.
         """
         counts = Counter(text for i, text in self._texts.items() if self._is_work(i) or self._holds_work(i))
         return blake2b(repr(sorted(counts.items())).encode(), digest_size=8).hexdigest()
@@ -82,7 +84,7 @@ class PlanOperators:
         return f"{who}: {', '.join(parts)}"
 
     def names(self, heads: Sequence[Instruction]) -> dict[Instruction, str]:
-        """A unique name for each of `heads`. An end of a collective is named after its start."""
+        """A unique, readable name for each instruction of `heads`. An end of a collective is named after its start."""
         ends = {head: start_of(head) for head in heads if is_done(head)}
         ordered = sorted({head for head in heads if head not in ends} | set(ends.values()), key=self._rank.__getitem__)
         plain = {head: " ".join(filter(None, (self.strand(head), self._label(head)))) for head in ordered}
@@ -97,20 +99,24 @@ class PlanOperators:
         return names
 
     def takes_time(self, instruction: Instruction) -> bool:
-        """Whether `instruction` has a key, or is control flow that runs an instruction with a key."""
+        """Whether `instruction` has a key, or is control flow that runs such an instruction. Ends take no time."""
         return instruction in self._texts
 
     def strand(self, instruction: Instruction) -> str:
-        """The strand of `instruction`, `alpha` or `beta`; "" if neither its name nor its users have one.
+        """The strand of `instruction`, `alpha` or `beta`; "" if it is unknown.
 
-        An instruction that is no collective, product or attention belongs to the strand of its users, if all users are
-        of one strand. Otherwise, its name decides.
+        The name of a collective, product or attention says its strand. Another instruction belongs to the strand of the
+        collectives, products and attentions that use its result, if they are all of one strand. Otherwise, its own name
+        decides.
         """
         users = set() if self._is_work(instruction) else self._strands_of_users[instruction]
         return next(iter(users)) if len(users) == 1 else _strand_in_name(instruction)
 
     def _in_order(self) -> list[Instruction]:
-        """The instructions that take time, sorted by depth, then by JAX's name, then by place in the module."""
+        """The instructions that take time, sorted by depth, then by JAX's name, then by their order in the module.
+
+        The depth is the largest number of instructions that take time on a path of operands.
+        """
         depth: dict[Instruction, int] = {}
         for instruction in self.computation.instructions:
             above = max((depth[o] for o in instruction.operands), default=0)
@@ -124,7 +130,10 @@ class PlanOperators:
 
     @cached_property
     def _strands_of_users(self) -> Mapping[Instruction, set[str]]:
-        """Strands of the collectives, products and attentions that read a value, also through other instructions."""
+        """For each instruction, the strands of the collectives, products and attentions that use its result.
+
+        The use may be direct or through other instructions.
+        """
         found: dict[Instruction, set[str]] = {i: set() for i in self.computation.instructions}
         for instruction in reversed(self.computation.instructions):
             strands = {_strand_in_name(instruction)} if self._is_work(instruction) else found[instruction]
@@ -168,7 +177,7 @@ class PlanOperators:
 
 
 def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
-    """The key of `instruction` as text; "" if it takes no time of its own."""
+    """The key of `instruction` as text; "" if it takes no time, or if it is the end of a collective."""
     if is_done(instruction):
         return ""
     if instruction.opcode in CONTROL_FLOW:
@@ -180,7 +189,10 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
 
 
 def _as_computed(key: Key) -> Key:
-    """A product's key without library, epilogue and result type, which compiler and autotuner choose. Others stay."""
+    """The key of a product without library, epilogue and result type, which compiler and autotuner choose.
+
+    Other keys are returned as they are.
+    """
     parts = _COMPUTED.get(key.kind)
     if parts is None or not isinstance(key, OperatorKey):
         return key
@@ -214,9 +226,9 @@ def _kind(key: Key | None) -> str:
 
 
 def _strand_in_name(instruction: Instruction) -> str:
-    """The strand in JAX's name of `instruction`; "" if there is none.
+    """The strand that JAX's name (`op_name`) of `instruction` says; "" if it says none.
 
-    A fusion without a name takes the name of its last fused instruction that has one.
+    A fusion without a name has the name of its last fused instruction with a name.
     """
     return next((s for mark, s in _STRANDS.items() if mark in _op_name(instruction)), "")
 

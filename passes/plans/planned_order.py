@@ -4,20 +4,22 @@
     order   slice, all-gather-start, wgrad, dynamic-update-slice (of wgrad), all-gather-done, gemm
 
 Contract
-    Consumes  scheduled computations with the fingerprint of a body of the plan (`PlanOperators.fingerprint`). A body
-              applies to every such computation. The program must have the first body. Other bodies may be missing: in a
-              program with more layers, some operators have other sizes.
-    Makes     the same instructions in another order. Operators follow the plan. Small instructions (`PlanBody.small`)
-              come before the operator that the plan says, or later, as soon as they are ready. Other instructions come
-              right before an operator that needs them, so collectives end as late as possible. An instruction that no
-              operator needs comes as early as possible, so that its operands do not live longer than necessary.
+    Consumes  scheduled computations that match a body of the plan: they have its fingerprint
+              (`PlanOperators.fingerprint`). A body applies to every computation that matches it. The program must have
+              the first body. Other bodies may be missing: in a program with more layers, some operators have other
+              sizes.
+    Makes     the same instructions in another order. Operators have the order of the plan. Small instructions
+              (`PlanBody.small`) come before the operator that the plan names, or later, as soon as they are ready.
+              Other instructions come right before the first operator that needs them. So collectives end as late as
+              possible. An instruction that no operator needs comes as early as possible, so that its operands do not
+              live longer than necessary.
     Leaves    other computations in XLA's order. If the plan is refused, the whole module keeps XLA's order. With
               `strict`, the pass raises an error instead.
 
 Why it is legal: data flow, control dependencies, the order of side effects and the order of accesses to shared buffers
 are kept (`order_rules.dependencies`). A plan that contradicts them or exceeds the memory limit is refused. At least one
-computation of each body must follow the plan exactly. Other computations of the body may share buffers differently. In
-these, operators move forward where they must, and a note says so.
+computation that matches a body must follow the plan exactly. Other computations that match it may share buffers
+differently. If an operator must come earlier there than in the plan, it does, and a note says so.
 
 Cost: linear in the number of instructions. The pass searches nothing and reads no costs, so one plan always gives the
 same order.
@@ -45,13 +47,13 @@ _AGAIN = "make a plan for it with `dhelix plan`"
 
 @dataclass(frozen=True)
 class PlannedOrder:
-    """Carries out a plan.
+    """The pass that gives a program the order of a plan.
 
     Attributes:
       plan: the plan.
-      memory_limit: limit in bytes, arguments included. A plan that needs more is refused. If None, the limit is the
-        plan's own limit or the memory of XLA's order with `memory_slack`, whichever is more.
-      memory_slack: extra memory allowed, as a fraction of what XLA's order needs in addition to the arguments.
+      memory_limit: limit in bytes per GPU, arguments included. A plan that needs more is refused. If None, the limit is
+        the plan's own limit or the memory of XLA's order plus the slack, whichever is more.
+      memory_slack: the slack, as a fraction of the memory that XLA's order needs in addition to the arguments.
     """
 
     plan: Plan
@@ -93,8 +95,8 @@ class PlannedOrder:
     ) -> Collection[str]:
         """Orders one computation and returns the names of its operators.
 
-        Without `refusal`, raises PassRefusal if the plan's exact order is illegal here. With the `refusal` of the exact
-        order, operators move forward where they must.
+        Without `refusal`, raises PassRefusal if the plan's exact order is illegal here. `refusal` says why the exact
+        order is illegal; then operators come earlier than in the plan where they must.
         """
         heads, sequence = heads_of(body, operators), module.schedule[computation]
         small = _small(body, operators)
@@ -113,7 +115,7 @@ class PlannedOrder:
     def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
         """Notes the bodies and operators that the program lacks. Raises PassRefusal under `strict`.
 
-        `heads` has the names of the operators that were found, by the body's fingerprint.
+        `heads` maps the fingerprint of each body in the program to the names of its operators that were found.
         """
         bodies = [body.name for body in self.plan.bodies if body.fingerprint not in heads]
         operators = [
@@ -138,7 +140,11 @@ class PlannedOrder:
 
 
 def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
-    """The computations that match bodies of a plan. Raises PassRefusal if the plan's first body matches none."""
+    """The computations of `module` that match a body of the plan, each with this body and its own operators.
+
+    Raises:
+      PassRefusal: no computation matches the first body of the plan.
+    """
     target = plan.target
     hardware = describe(target.hardware, target.link, target.gpus_per_node)
     keys = OperatorKeys(hardware.gpus_per_node, target.implementation)
@@ -159,8 +165,8 @@ def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computati
 def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
     """The instructions of the body's operators, in the body's order, with their names in the plan.
 
-    Fusions and copies that the program lacks are left out, because their sizes and XLA's fusion decisions depend on
-    the number of layers and on the compiler.
+    A fusion or copy may be missing in the program, because sizes and fusion decisions depend on the number of layers
+    and on the compiler. Then it is left out.
 
     Raises:
       PassRefusal: the program lacks an operator that is neither a fusion nor a copy.
@@ -183,7 +189,10 @@ def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]
 
 
 def _small(body: PlanBody, operators: PlanOperators) -> dict[str, list[Instruction]]:
-    """The body's small instructions that are in the program. Another compiler may have fused them differently."""
+    """The body's small instructions, by the name of the operator before which they run.
+
+    Small instructions that the program lacks are left out. Another compiler may have fused them differently.
+    """
     found = {}
     for name, identities in body.small:
         instructions = (operators.instructions.get(identity) for identity in identities)
@@ -206,12 +215,12 @@ def planned_sequence(
       sequence: a legal order of all its instructions.
       heads: operators in the wanted order, with their names in the plan.
       memory: the module's buffers.
-      small: for an operator's name, instructions to place before this operator, or later if they are not ready then.
-        Instructions without such a place come when they are needed.
-      exactly: whether `heads` must be followed exactly. If not, an operator that must come earlier moves forward.
+      small: for the name of an operator, the instructions to place before this operator, or later if they are not ready
+        there. Instructions that are not in `small` come when they are needed.
+      exactly: whether the order of `heads` must be kept exactly. If not, an operator comes earlier if it must.
 
     Raises:
-      PassRefusal: with `exactly`, an operator must come before another operator that precedes it in `heads`.
+      PassRefusal: with `exactly`, if the order of two operators in `heads` is illegal.
     """
     before = predecessors(computation, sequence, memory)
     placed = {i for instructions in small.values() for i in instructions}
@@ -249,7 +258,7 @@ def _needs(
 def _trailing(
     sequence: Sequence[Instruction], before: dict[Instruction, list[Instruction]], heads: Iterable[Instruction]
 ) -> set[Instruction]:
-    """Instructions for which no operator waits, except ends of collectives."""
+    """The instructions that no operator needs, directly or through other instructions, except ends of collectives."""
     needed = set(heads)
     for instruction in reversed(sequence):
         if instruction in needed:
@@ -258,7 +267,10 @@ def _trailing(
 
 
 class _Layer:
-    """Places instructions, each after its predecessors. Instructions in `trailing` follow as soon as they are ready."""
+    """Builds an order: `laid` has the instructions that are placed so far, each after its predecessors `before`.
+
+    An instruction in `trailing` is placed as soon as its predecessors are placed.
+    """
 
     def __init__(self, before: dict[Instruction, list[Instruction]], trailing: set[Instruction]) -> None:
         self.before, self.trailing = before, trailing
@@ -271,7 +283,10 @@ class _Layer:
                     self.followers.setdefault(earlier, []).append(instruction)
 
     def lay(self, instruction: Instruction) -> list[Instruction]:
-        """Places `instruction` after its missing predecessors. Returns the newly placed instructions."""
+        """Places the predecessors of `instruction` that are not placed yet, then `instruction` itself.
+
+        Returns the newly placed instructions.
+        """
         stack, new = [instruction], []
         while stack:
             current = stack[-1]
@@ -283,7 +298,7 @@ class _Layer:
         return new
 
     def _place(self, instruction: Instruction) -> list[Instruction]:
-        """Places `instruction` and the trailing instructions that waited only for it."""
+        """Places `instruction`, and then the trailing instructions that are ready because of it. Returns them all."""
         placed = [instruction]
         for current in placed:
             self.laid[current] = None

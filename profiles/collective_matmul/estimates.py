@@ -3,15 +3,16 @@
     gemm = estimator.solo(gemm_key(site))              Estimate(seconds=0.00123, source=<Source.MEASURED>, ...)
     estimate(site, form, times, gemm)                  Estimate(seconds=0.00123, ...): the gather is hidden
 
-Collective matmuls are measured in loops without pauses, at the clock that the GPU's power limit allows. At this clock,
-cuBLAS is slower than in a profile, which is measured at full clock. But the files of both measurements contain the time
-of the GEMM. So only the ratio of the form's time to the GEMM's time is taken from a file of collective matmuls. The
-ratio comes from the first of these sources that exists:
+A site is one collective matmul of a program, and a form is a way to execute it (`sites.py`). Collective matmuls are
+measured in loops without pauses, at the clock that the GPU's power limit allows. At this clock, cuBLAS is slower than
+in a profile, which is measured at full clock. But both measurements contain the time of the GEMM. So only the ratio of
+the form's time to the GEMM's time is taken from a file of collective matmuls. The ratio comes from the first of these
+sources that exists:
 
-1. The site in this form: measured if the GEMM is.
+1. The site in this form. The estimate counts as measured if the GEMM was measured.
 2. The site in the same form with other tiles, the fastest of them: interpolated.
-3. Measured sites around it (`sites.around`), averaged in logarithms by weight: interpolated.
-4. The nearest measured site of its family within `sites.REACH`: a guess.
+3. The measured sites that enclose the site (`sites.around`), as a weighted geometric mean: interpolated.
+4. The nearest measured site of the same family, if its sizes differ by at most the factor `sites.REACH`: a guess.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _COLLECTIVES: dict[str, str] = dict(zip(KINDS, ("all-gather", "reduce-scatter", 
 
 
 def gemm_key(site: Site) -> OperatorKey | None:
-    """The key of the site's GEMM on one device by cuBLAS; None if the site is empty or its type has no key."""
+    """The key of the site's GEMM on one device by cuBLAS; None if a size is 0 or the type is not in `_TYPES`."""
     if site.dtype not in _TYPES or min(site.sizes) == 0:
         return None
     kind, width = _TYPES[site.dtype]
@@ -56,7 +57,7 @@ def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Est
       gemm: the time of the site's GEMM.
 
     Returns:
-      The estimate; None if `times` has no suitable site.
+      The estimate; None if `times` has no suitable site in this form.
     """
     if times is None:
         return None
@@ -77,7 +78,8 @@ def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Est
 def _ratio(form: Form, known: dict[Site, tuple[SiteTimes, float]]) -> float | None:
     """The ratio of the form's time to the GEMM's time: a weighted geometric mean over the sites in `known`.
 
-    None if there are no sites, or if one of them has no time of the form.
+    For each site, the fastest tiles of the form count. None if there are no sites, or if one of them has no time of the
+    form.
     """
     logarithm = 0.0
     for times, weight in known.values():

@@ -1,6 +1,6 @@
 """Collective matmuls as data: which product and collective (Site), how they are executed (Form), and the best form.
 
-    rows    = global M, leading batch dimensions folded in
+    rows: M of the product over all devices, with leading batch dimensions multiplied in
     kind                    operands on one device of n            result on one device
     all_gather_matmul       x [rows / n, K]    w [K, columns]      [rows, columns]        gather x, multiply
     matmul_reduce_scatter   x [rows, K]        w [K, columns]      [rows / n, columns]    multiply, sum and scatter
@@ -13,16 +13,16 @@ Sites and forms have a `key`, which is one line of text for JSON files and log l
     Form("hybrid", chunks=4).key                                        hybrid:4
     Form("mosaic", tiles=Tiles(128, 256, 64, 4, "N", 8, 132)).key       mosaic:128x256x64,steps=4,wide=N,group=8,sms=132
 
-`choose` takes a form other than `monolithic` only if measurements show that it is faster. For a measured site, its own
-times decide. For a site between measured sites, a form must be faster at each of the nearest sites that enclose it. The
-distance between two sites is measured in the logarithms of rows, contraction and columns:
+The form `monolithic` is a GEMM by cuBLAS and a collective by NCCL, one after the other. `choose` takes another form
+only if measurements show that it is faster. For a measured site, its own times decide. For a site between measured
+sites, a form must be faster at each of the nearest sites that enclose it. The distance between two sites is measured in
+the logarithms of rows, contraction and columns:
 
     rows      4096      6144      8192       16384      32768
-    ring      wins        ?       loses       wins         ?        6144: monolithic, as ring loses at 8192
-    mosaic    wins        ?       wins        wins         ?        6144: mosaic; 32768: monolithic, nothing beyond
+    ring      wins        ?       loses       wins         ?        6144: monolithic, because ring loses at 8192
+    mosaic    wins        ?       wins        wins         ?        6144: mosaic; 32768: monolithic, no larger site
 
-A `Times` object holds all times for one kind of GPU and one link. `times.py` reads the files. The choice is
-deterministic. It takes one pass over the measured sites.
+A `Times` object holds all times for one kind of GPU and one link. `times.py` reads them from files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FORMS = ("monolithic", "ring", "bidirectional_ring", "hybrid", "mosaic")
 
 MARGIN = 0.02
-"""A form must save this fraction of the monolithic form's time. It must also save more than the sum of both spreads."""
+"""A form must save more than this fraction of the monolithic form's time, and more than the sum of both spreads."""
 
 H200_SMS = 132
 """Number of streaming multiprocessors of an H100 SXM or H200. Without `Tiles.sms`, a kernel takes all of them."""
@@ -71,16 +71,17 @@ def _at_least(least: int, what: str, value: object) -> None:
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """One collective matmul of a program. The site and the link together decide how long each form takes.
+    """One collective matmul of a program. For each form, the site, the GPU and the link decide how long it takes.
+
+    Sizes may be 0, for an empty batch. Such a site is never measured.
 
     Attributes:
       kind: one of KINDS.
       rows: M of the whole product over all devices, including leading batch dimensions.
       contraction: K of the GEMM on one device.
-      columns: N of the GEMM on one device, summed over all weights that share a gather.
+      columns: N of the GEMM on one device, summed over all weights that share an all-gather.
       dtype: type of operands and result, such as "bfloat16".
       axis_size: number of devices on the mesh axis of the collective.
-    Sizes may be 0, for an empty batch. Such a site is never measured.
     """
 
     kind: str
@@ -106,7 +107,7 @@ class Site:
 
     @property
     def family(self) -> tuple[str, str, int]:
-        """Kind, type and number of devices. Only sites with the same family are compared with each other."""
+        """Kind, type and number of devices. Only sites of the same family are compared with each other."""
         return self.kind, self.dtype, self.axis_size
 
     @property
@@ -136,14 +137,15 @@ class Tiles:
       tile_m, tile_n, tile_k: rows, columns and depth of the tile that a thread block multiplies in one step.
       steps: depth of the pipeline: the number of operand tiles in flight in shared memory.
       wide: "M" or "N": the dimension along which the two consumer warpgroups split the tile.
-      group: blocks work through the result in bands of this many tiles, so that neighbours share operands in L2.
+      group: thread blocks work through the result in bands of this many tiles, so that neighbouring blocks share
+        operands in L2.
       sms: number of streaming multiprocessors that the kernel takes; None stands for H200_SMS.
-      chunks: for gathered rows, the number of parts along K for which the kernel waits one by one; None leaves the
-        choice to the kernel.
-      cluster: for summed results, the number of blocks with the same columns that share loads of w; None stands for 1.
-      lead: for summed results, the number of tiles for each other device that a device computes before its own tiles;
-        None stands for one wave.
-      splits: for all-reduced results, the number of blocks that share the contraction of a tile; None stands for 1.
+      chunks: only all_gather_matmul: number of parts along K into which gathered rows are split. The kernel waits for
+        each part on its own. None leaves the choice to the kernel.
+      cluster: only kinds that sum: number of thread blocks with the same columns that share loads of w; None means 1.
+      lead: only kinds that sum: number of tiles for each other device that a device computes before its own first tile.
+        None stands for one wave of tiles.
+      splits: only matmul_all_reduce: number of thread blocks that share the contraction of a tile; None stands for 1.
     """
 
     tile_m: int
@@ -195,7 +197,7 @@ class Form:
 
     Attributes:
       name: one of FORMS.
-      chunks: for "hybrid", the number of pieces into which the rows are cut; 1 for the other forms.
+      chunks: for "hybrid", the number of parts into which the rows are split; 1 for the other forms.
       tiles: for "mosaic", the kernel's tiles, or None for the kernel's default; None for the other forms.
     """
 
@@ -247,7 +249,7 @@ class SiteTimes:
     """The measured times of a site. Each was measured while nothing else ran on the GPUs.
 
     Attributes:
-      gemm: time of the GEMM on one device by cuBLAS, with operands that are already gathered.
+      gemm: time of the GEMM on one device by cuBLAS, without the collective.
       collective: time of the collective by NCCL.
       forms: time of the collective matmul in each form that was available.
     """
@@ -262,7 +264,7 @@ class SiteTimes:
         return max(self.gemm.seconds, self.collective.seconds)
 
     def fastest(self) -> dict[tuple[str, int], tuple[Form, Timing]]:
-        """The form with the fastest tiles and its time, for each name and number of chunks."""
+        """For each name of a form and number of chunks: the form with the fastest tiles, and its time."""
         found: dict[tuple[str, int], tuple[Form, Timing]] = {}
         for form in sorted(self.forms, key=lambda form: form.order):
             known = found.get((form.name, form.chunks))
@@ -273,8 +275,8 @@ class SiteTimes:
     def merged(self, later: SiteTimes) -> SiteTimes:
         """The times in `later`, and the times of forms that only `self` has.
 
-        The times from `self` are multiplied by the ratio of the monolithic form's times, because the machines may
-        differ. These times are left out if `self` or `later` has no time of the monolithic form.
+        The machines may differ, so the times from `self` are multiplied by a ratio: the monolithic form's time in
+        `later` over its time in `self`. If one of these two times is missing, the times from `self` are left out.
         """
         if MONOLITHIC not in self.forms or MONOLITHIC not in later.forms:
             return later
@@ -292,6 +294,7 @@ class Times:
 
     Attributes:
       measured_on: machine and software of the measurements, oldest first. Merged times have several entries.
+      sites: the times of each measured site.
     """
 
     hardware: str
@@ -322,11 +325,11 @@ def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = l
 
     Args:
       times: times for the GPU and the link of this program; None if nothing was measured with them.
-      possible: says whether a form can be used; other forms are not chosen.
+      possible: says whether a form can be used. Other forms are not chosen.
 
     Returns:
-      The fastest possible form that saves more than MARGIN and the noise. MONOLITHIC if no form is known to do so. For
-      an unmeasured site, the tiles of the form are the fastest tiles of the nearest measured site.
+      The fastest possible form, if it saves more than MARGIN and the spreads; otherwise MONOLITHIC. For an unmeasured
+      site, the tiles of the form are the fastest tiles of the nearest measured site.
     """
     deciding = {} if times is None else around(site, times)
     if not deciding:
@@ -344,7 +347,10 @@ def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = l
 
 
 def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
-    """The forms that are faster than the monolithic form at a site, each with the logarithm of its speed-up."""
+    """The forms that are faster than the monolithic form at a site, each with the logarithm of its speed-up.
+
+    The result maps the name of a form and its number of chunks to the form with the fastest tiles.
+    """
     fastest = times.fastest()
     if (MONOLITHIC.name, MONOLITHIC.chunks) not in fastest:
         return {}
@@ -360,8 +366,9 @@ def around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
     """The measured sites whose times decide for `site`, nearest first, with their times and weights.
 
     Returns:
-      The site itself if it was measured. Otherwise, as few of the nearest sites as are needed to enclose it in each
-      size. Empty if the measured sites do not enclose it. The weights add up to 1.
+      The site itself if it was measured. Otherwise the smallest number of nearest sites that enclose it: for each of
+      the three sizes, one site is at most as large, and one is at least as large. Empty if the measured sites do not
+      enclose it. The weights add up to 1.
     """
     if site in times.sites:
         return {site: (times.sites[site], 1.0)}
@@ -376,7 +383,7 @@ def around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
 
 
 def related(site: Site, times: Times) -> list[Site]:
-    """The measured sites of the same family whose sizes each differ by at most the factor REACH, nearest first."""
+    """The measured sites of the same family, nearest first. Each of their sizes differs by at most the factor REACH."""
     if min(site.sizes) == 0:
         return []
     steps = {o: _steps(site, o) for o in times.sites if o.family == site.family and min(o.sizes) > 0}

@@ -1,10 +1,11 @@
-"""Files with times of collective matmuls, next to the profiles: `profiles/data/collective_matmul/h200-nvlink.json`.
+"""Files with times of collective matmuls, such as `profiles/data/collective_matmul/h200-nvlink.json`.
 
-    times = find("H200", "nvlink")                     # shipped, then overridden by the user's own file
+    times = find("H200", "nvlink")                     # the shipped file, overridden by the user's own file
     form = choose(site, times)                         # `sites.choose`
 
-A file has one fact per line. A time is a list [median, spread, number of samples]. Median and spread are in
-microseconds, with five and three digits. The spread is the distance between the quartiles:
+`sites.py` explains sites and forms. A file has one fact per line. A time is a list [median, spread, number of samples].
+The spread is the distance between the quartiles. Median and spread are in microseconds, with five and three significant
+digits:
 
     {
     "schema": 1,
@@ -25,9 +26,9 @@ microseconds, with five and three digits. The spread is the distance between the
     }
     }
 
-Equal times give equal text. Files may come from strangers, so every field is checked when a file is read, as in
-profiles. A file is read when it is needed, and again only after it has changed. `benchmarks/collective_matmul/run.py`
-measures the times, and `benchmarks/collective_matmul/tables.py --ship` writes the files.
+Equal times give equal text. Files may come from strangers, so every field is checked when a file is read. A file is
+read when it is needed, and again only after it has changed. `benchmarks/collective_matmul/run.py` measures the times,
+and `benchmarks/collective_matmul/tables.py --ship` writes the files.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ class _File(Struct):
 def find(hardware: str, link: str) -> Times | None:
     """All known times of collective matmuls for this hardware and link, or None if there are none.
 
-    Times in the user's own file (next to `storage.users_file`) override times in the shipped file. Both override the
-    times of a similar GPU, whose products and links are as fast (`Hardware.like`).
+    Times in the user's own file override times in the shipped file. The user's file is in the folder
+    `collective_matmul` next to the user's profile (`storage.users_file`). Both files override the times of a similar
+    GPU, which has equally fast matrix products and links (`Hardware.like`).
 
     Raises:
       ProfileFileError: a file cannot be read, or the hardware or link in it differs from the file's name.
@@ -130,7 +132,7 @@ def load(path: Path) -> Times:
     """The times in a file. The file is read again only if it has changed.
 
     Raises:
-      ProfileFileError: the file cannot be read, or its contents are not valid.
+      ProfileFileError: the file does not exist, cannot be read, or is not valid.
     """
     try:
         status = path.stat()
@@ -215,7 +217,10 @@ def loads(text: str, origin: str) -> Times:
 
 
 def _parsed[T: (Site, Form)](kind: type[T], key: str, origin: str) -> T:
-    """The Site or Form whose key is `key`. The key must be spelled as dhelix spells it, so that keys are unique."""
+    """The Site or Form whose key is `key`.
+
+    Raises ProfileFileError if dhelix would write the key in another way. So no site or form has two keys.
+    """
     codec.names({key: None}, "sites", origin, _FILE)
     try:
         found = kind.parse(key)
@@ -238,12 +243,13 @@ def _timing(row: _Timing) -> Timing:
 def share_table(times: Times, names: Mapping[Site, str]) -> list[tuple[str, ...]]:
     """The rows of a table for people. The first row is the header.
 
-    A row has the times of GEMM and collective, a number for each form, and the form that `choose` takes. The number is
-    max(T_gemm, T_collective) / T_form, which is 1.0 if the shorter side is hidden completely. For hybrids and Mosaic
-    kernels, it is the number of the fastest variant. It is empty if the form was not measured.
+    A row has the times of GEMM and collective, and a share for each form. Then follow the form that `choose` takes and
+    its speed-up over the monolithic form. The share is max(T_gemm, T_collective) / T_form. It is 1.0 if the shorter of
+    GEMM and collective is hidden completely. For hybrids and Mosaic kernels, it is the share of the fastest variant. It
+    is empty if the form was not measured.
 
     Args:
-      names: the sites of the table in order, with their labels.
+      names: the sites of the table, in order, with their labels.
     """
     head = ("layer", "M", "K", "N", "n", "GEMM µs", "collective µs", *(name.replace("_", " ") for name in FORMS))
     rows: list[tuple[str, ...]] = [(*head, "chosen", "over monolithic")]

@@ -1,1 +1,1 @@
-"""Estimates of times that were not measured, from similar operators, a similar GPU or the roofline."""
+"""Estimates of times that were not measured: from similar operators, from a similar GPU, or from the roofline."""

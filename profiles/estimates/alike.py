@@ -4,8 +4,9 @@
 
 An H100 (SXM) and an H200 have the same cores, clock, power and links. They differ only in memory (`Hardware.like`).
 Each time is multiplied by the ratio of the roofline's times for both GPUs. So times of collectives and of compute-bound
-operators do not change, and times of memory-bound operators change with the memory bandwidth. Pairs keep their rates
-(`contention`). docs/research_log.md compares the resulting times with measured times.
+operators do not change, and times of memory-bound operators change with the memory bandwidth. The two sides of a pair
+slow each other down by the same factors as before (`contention`). docs/research_log.md compares the resulting times
+with measured times.
 
 With such a profile, users of the similar GPU can make plans under every launch setting before they profile anything.
 """
@@ -24,7 +25,7 @@ from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
 
 def as_on(profile: Profile, hardware: str) -> Profile:
-    """The profile that the GPU called `hardware` would have with the link of `profile`."""
+    """The estimated profile of the GPU called `hardware`, with the same link as `profile`."""
     here, there = describe(hardware, profile.link), describe(profile.hardware, profile.link)
 
     @functools.cache  # because a key is part of many pairs
@@ -48,9 +49,10 @@ def as_on(profile: Profile, hardware: str) -> Profile:
 
 
 def stand_in(own: Profile, other: Profile) -> Profile:
-    """The profile `own`. Its gaps are filled with times from `other`, the profile of a similar GPU after `as_on`.
+    """The profile `own`, with times from `other` for what it lacks. `other` is a similar GPU's profile after `as_on`.
 
-    If `own` has a time of an operator under any setting, no times of this operator are taken from `other`.
+    If `own` has a time of an operator under any launch setting or link, this time is used in all settings. No time from
+    `other` replaces it.
     """
     known = {key for one in own.sections.values() for key in one.operators} | own.elsewhere.keys()
     sections = {
@@ -62,9 +64,10 @@ def stand_in(own: Profile, other: Profile) -> Profile:
 
 
 def told(profile: Profile, settings: Iterable[str]) -> str | None:
-    """A notice for users that times come from a similar GPU.
+    """A line of text for users, which says that times come from a similar GPU.
 
-    None if pairs were measured on this GPU under each of the launch settings, or if no times come from another GPU.
+    None if no times come from a similar GPU, or if some pairs were measured on this GPU under each of the launch
+    settings.
     """
     pairs = [profile.section(setting).pairs.values() for setting in settings]
     if not profile.alike or all(any(timing.source != ALIKE for timing in of_setting) for of_setting in pairs):

@@ -1,29 +1,31 @@
-"""The pair model: how two operators slow each other down when they run at once.
+"""The contention model: how two operators (the sides of a pair) slow each other down when they run at once.
 
-While both operators run, each proceeds at its own rate, where 1 is its speed alone. When one has ended, the rest of the
-other runs alone. For a GEMM of 400 us (rate 0.8) and an all-gather of 300 us (rate 0.3):
+While both sides run, each proceeds at its own rate; a rate of 1 is its speed alone. When one side has ended, the rest
+of the other side runs alone. For a GEMM of 400 us (rate 0.8) and an all-gather of 300 us (rate 0.3):
 
     GEMM        ########## 500 us                first  = 400 / 0.8                          = 500
     all-gather  ###.....###### 650 us            second = 500 + (300 - 0.3 * 500)            = 650
 
-`measured_rates` does the reverse: it computes the rates from a measured pair. If the second operator hardly proceeds
-before the first one ends, its rate is near 0, and the pair runs in turn. This happens to a collective if a GEMM leaves
-it no SMs.
+`measured_rates` does the reverse: it computes the rates from a measured pair. If the second side hardly proceeds before
+the first side ends, its rate is near 0: the two run one after the other. For example, a GEMM may leave no SMs to a
+collective.
 
-Rates of an unmeasured pair come from similar measured pairs. For each measured pair and each combination of rates on a
-grid, the model stores the error: how far the two predicted ends are from the measured ends. A query computes the mean
-error of each combination over the measured pairs, weighted by their similarity to the queried pair. The result is the
-average of the combinations with the least mean error. This method has three properties:
+Rates of an unmeasured pair come from similar measured pairs. The model has a grid of combinations (first rate, second
+rate). For each measured pair and each combination, it stores the error: how far the two predicted ends are from the
+measured ends. For an unmeasured pair, the model computes the mean error of each combination over the measured pairs,
+weighted by their similarity to the unmeasured pair. The result is the average of the combinations with the least mean
+error. This method has three properties:
 
 - A pair has little influence on the rate of its longer side if the shorter side ended soon.
 - Errors are absolute, not squared, so outliers have little influence.
 - If all pairs had equal weights, the result would be the constant pair of rates that fits best.
 
-Pairs are similar if they have equal kinds and similar features (`_kind`, `_features`). Both decide which side gets the
-SMs and the memory, and both are known for unmeasured shapes, too. The kind includes the library: GEMMs of cuBLAS leave
-a collective no SMs, but GEMMs of Triton with the same shape share the SMs. The features are length, use of memory and
-waves of tiles. Only pairs with the same roles are compared. The roles say which sides are collectives, and which side
-is launched first. `benchmarks/prediction/` tests the model on shapes that are left out of the fit.
+Pairs are similar if their sides have equal kinds (`_kind`) and similar features (`_features`). Kinds and features
+decide which side gets the SMs and the memory bandwidth. They are known for unmeasured shapes, too. The kind includes
+the library: GEMMs of cuBLAS leave no SMs to a collective, but GEMMs of Triton with the same shape share the SMs. The
+features are the time alone, an operator's use of memory bandwidth and number of tiles, and a collective's mesh. Only
+pairs with the same roles are compared. The roles say which sides are collectives, and which side is launched first.
+`benchmarks/prediction/` tests the model on shapes that are left out of the fit.
 """
 
 from __future__ import annotations
@@ -68,18 +70,19 @@ _STEPS = (
 RATES = np.stack(np.meshgrid(_STEPS, _STEPS, indexing="ij")).reshape(2, -1)
 
 # Rates count as interpolated if a pair of the same kinds was measured within this distance. The distance corresponds to
-# a factor of 4 in length. Beyond this distance, errors for left-out pairs on four H200s are about twice as large.
+# a factor of 4 in the time of one side. Beyond it, errors for left-out pairs on four H200s are about twice as large.
 NEAR = 1.0
 # The result is the average of the combinations of rates whose error exceeds the least error by at most about this.
 _TOLERANCE = 0.01
-# Weight of the error in the earlier end. The end of the whole pair has weight 1. The earlier end has less weight,
-# because in repetitions of a measurement the other side may end first.
+# Weight of the error in the end of the side that ends first. The end of the whole pair has weight 1. The first end has
+# less weight, because the other side may end first when the measurement is repeated.
 _FIRST_END = 0.5
-# Pairs closer than this to a query have about equal weight. Predictions for left-out pairs hardly depend on this value.
-# The second value is for pairs of two computations. Two computations run in turn, so more pairs can be averaged.
+# Measured pairs closer than this to the unmeasured pair have about equal weight. Predictions for left-out pairs hardly
+# depend on this value. The second value is for pairs of two computations. Two computations run one after the other, so
+# more pairs can be averaged.
 _WIDTH = 0.7
 _WIDTH_OF_COMPUTATIONS = 2.0
-# Number of nearest pairs that a query uses.
+# Number of measured pairs that decide the rates of an unmeasured pair: the nearest ones.
 _NEIGHBOURS = 32
 
 type Ends = tuple[float, float, float]
@@ -105,8 +108,8 @@ def measured_rates(timing: PairTiming) -> tuple[float, float]:
     """The rates of both sides in a measured pair, limited to [MIN_RATE, 1].
 
     T_1 and T_2 are the times alone. Suppose that the first side ends first, at time a. Then its rate is r_1 = T_1 / a.
-    The second side ends at time b and runs alone, at rate 1, from a to b. So it proceeds by T_2 - (b - a) while both
-    run, and its rate is r_2 = (T_2 - (b - a)) / a. This value is below 0 if the second side starts after a.
+    The second side ends at time b. From a to b it runs alone, at rate 1. So T_2 - (b - a) of its time alone is done at
+    time a. Its rate is r_2 = (T_2 - (b - a)) / a, which is below 0 if the second side starts after a.
     """
     both = max(min(timing.first, timing.second), 1e-12)
     return (
@@ -118,7 +121,7 @@ def measured_rates(timing: PairTiming) -> tuple[float, float]:
 def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, float]:
     """The rates of a pair if no pair with the same roles was measured.
 
-    A computation and a collective have the rates of the hardware. Two computations run in turn, and so do two
+    A computation and a collective have the rates in `hardware`. Two computations run one after the other, and so do two
     collectives over the same kind of link. A collective inside a node and a collective between nodes do not slow each
     other down.
     """
@@ -152,8 +155,8 @@ class _Class:
     Attributes:
       kinds: `_kind` of each side. [pairs, 2]
       features: `_features` of both sides. [pairs, features]
-      losses: `_losses` of each pair. [pairs, combinations]
-      width: pairs closer than this to a query have about equal weight.
+      losses: `_losses` of each pair: its error for each combination of rates. [pairs, combinations]
+      width: pairs closer than this to an unmeasured pair have about equal weight.
     """
 
     kinds: np.ndarray
@@ -192,7 +195,11 @@ class ContentionModel:
 
     @classmethod
     def fit(cls, section: Section, hardware: Hardware) -> ContentionModel:
-        """The model for the measured pairs of `section`. The times alone are those in the pairs' own measurements."""
+        """The model for the measured pairs of `section`.
+
+        A pair's measurement contains the times of its sides alone. The model uses these times, not those in the
+        section's tables of single operators.
+        """
         pairs: dict[tuple[bool, bool], list[tuple[_Query, np.ndarray]]] = defaultdict(list)
         for key, timing in sorted(section.pairs.items(), key=lambda item: str(item[0])):
             if min(timing.first_alone, timing.second_alone) > 0.0:
@@ -211,7 +218,7 @@ class ContentionModel:
 
         Args:
           first, second: keys of the sides; `first` is launched first.
-          first_seconds, second_seconds: times alone.
+          first_seconds, second_seconds: times alone, in seconds.
         """
         found = self.classes.get(_roles(first, second))
         if found is None or min(first_seconds, second_seconds) <= 0.0:
@@ -228,7 +235,7 @@ class ContentionModel:
         return _roles(first, second) in self.classes
 
     def near(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> bool:
-        """Whether a pair of the same kinds and similar sizes was measured. Otherwise the rates are a guess."""
+        """Whether a pair of the same kinds and with similar features was measured. If not, the rates are a guess."""
         found = self.classes.get(_roles(first, second))
         if found is None or min(first_seconds, second_seconds) <= 0.0:
             return False
@@ -236,7 +243,12 @@ class ContentionModel:
 
 
 def pair_seconds(first: float, second: float, rates: tuple[float, float]) -> Ends:
-    """Time of the pair, and time from its start to the end of each side, from the times alone and the rates."""
+    """Time of the pair, and time from its start to the end of each side, in seconds.
+
+    Args:
+      first, second: times alone in seconds.
+      rates: the rates of both sides while both run.
+    """
     if min(first, second) <= 0.0:
         return max(first, second), first, second
     first_end, second_end = ends(first, second, *rates)
@@ -250,8 +262,8 @@ def _cut(rate: float) -> float:
 def _losses(timing: PairTiming) -> np.ndarray:
     """The error of each combination of `RATES` for a measured pair. [combinations]
 
-    The error is a weighted sum of the errors in the end of the pair and in the end of the side that ends first. It is
-    relative to the geometric mean of the times alone, so that both sides set the scale.
+    The error is a weighted sum of two errors: in the end of the pair, and in the end of the side that ends first. It is
+    a fraction of the geometric mean of the times alone, so that both sides set the scale.
     """
     first_end, second_end = ends(timing.first_alone, timing.second_alone, *RATES)
     last = np.abs(np.maximum(first_end, second_end) - timing.seconds)
@@ -270,9 +282,10 @@ _LIBRARY = re.compile(":(cublas|cudnn|triton)")
 
 
 def _kind(key: Key) -> str:
-    """The kind of a key. Operators of the same kind hold SMs in the same way.
+    """The kind of a key. Operators of the same kind occupy SMs in the same way.
 
-    Products and attention of different libraries are different kinds. All memory-bound operators are one kind.
+    The kind of a product or attention includes its library. The kind of a collective includes its implementation. All
+    memory-bound operators are one kind.
     """
     if isinstance(key, CollectiveKey):
         return f"{key.kind} {key.implementation}"
@@ -283,10 +296,12 @@ def _kind(key: Key) -> str:
 
 
 def _features(key: Key, seconds: float, hardware: Hardware) -> tuple[float, ...]:
-    """The numbers that decide how much one side of a pair slows the other down. A difference of 1 is notable.
+    """The features of one side: numbers that decide how much it slows the other side of a pair down.
 
-    The first feature is the length of the side. An operator also has its share of the memory bandwidth and its number
-    of tiles, which decides how many waves of blocks hold the SMs. A collective also has its mesh.
+    They are scaled so that a difference of 1 is notable (`NEAR`). The first feature is the logarithm of the time alone.
+    An operator also has its share of the memory bandwidth and the logarithm of its number of tiles. The tiles decide
+    how many waves of thread blocks occupy the SMs. A collective also has the logarithms of its GPUs per node and of its
+    nodes.
     """
     length = math.log2(seconds) / 2
     if isinstance(key, CollectiveKey):

@@ -5,23 +5,25 @@
     estimator.pair(gemm, all_gather)         PairEstimate(seconds=..., first=..., second=..., source=...)
     estimator.coverage([(gemm, 64), (all_gather, 64)])     {MEASURED: 0.9, INTERPOLATED: 0.1, GUESS: 0.0} of the time
 
-The time of a key alone comes from the first of these sources that has a time:
+A profile has one section for each launch setting. The time of a key alone comes from the first of these sources that
+has a time:
 
-1. The section of the launch setting: measured, or interpolated if it stems from a similar GPU (`alike`).
-2. The other sections, and for operators the other links: interpolated. Times alone hardly depend on settings.
-3. Near relatives in this section, else in all sections (`interpolation`): interpolated.
-4. Farther relatives, which calibrate the roofline, else the plain roofline: a guess.
+1. The section of this launch setting: measured, or interpolated if the time is from a similar GPU (`alike`).
+2. The other sections, and for operators also profiles with other links: interpolated. Times alone hardly depend on
+   settings.
+3. Near relatives in this section, or else in all sections (`interpolation`): interpolated.
+4. Farther relatives, which calibrate the roofline, or else the plain roofline: a guess.
 
-The time of a pair is measured in the section, or it follows from the times alone and from the rates of similar pairs
-(`contention`). Rates come from the section's own pairs if one of them has the same roles: which sides are collectives,
-and which side is launched first. Otherwise they come from the pairs of all settings. Such rates are a guess, because
-settings change which kernel starts first.
+If the pair itself was measured in the section, the measured time is used. Otherwise, the time of a pair follows from
+the times alone and from the rates of similar pairs (`contention`). If the section has pairs with the same roles, they
+decide the rates. The roles say which sides are collectives, and which side is launched first. Otherwise, the pairs of
+all sections decide the rates. Such rates are a guess, because settings change which kernel starts first.
 
-The rates of a measured pair are computed from the times alone in the measurement of the pair. These times may differ
-from the times of `solo`, which reflect the data and clocks of a whole step.
+The measurement of a pair contains its own times alone, and the rates of the pair are computed from them. These times
+may differ from the times of `solo`, which reflect the data and clocks of a whole step.
 
 The sides of a pair start together. `Estimator.running` is for an operator that starts while a collective is already
-running. It uses pairs of a setting in which kernels start in launch order.
+running. It uses pairs of a launch setting in which kernels start in launch order.
 
 Without a profile, every time is a guess. All times are in seconds. Results are cached.
 """
@@ -40,13 +42,14 @@ from dhelix.profiles.hardware import ALL, Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
-# Setting in which kernels may start out of launch order -> similar setting in which they start in launch order.
-# `copy-engine` is not in the table: in measured steps, its all-gathers wait for cuBLAS GEMMs in both launch orders.
+# Maps a setting in which kernels may start out of launch order to a similar setting in which they start in launch
+# order. `copy-engine` is not in the table: in measured steps with this setting, all-gathers wait for cuBLAS GEMMs in
+# both launch orders.
 _ONE_CONNECTION = {"default": "connections1", "command-buffers": "connections1", "user-buffers": "connections1"}
 
 
 class Source(enum.Enum):
-    """Where a time comes from. The most reliable source comes first."""
+    """Where a time comes from. The sources are sorted, the most reliable one first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -62,7 +65,8 @@ class Estimate:
     """The time of an operator or collective alone.
 
     Attributes:
-      spread: about the distance between the quartiles, in seconds; equal to `seconds` if the time is a guess.
+      spread: about the distance between the quartiles of samples, in seconds. If the time is a guess, it equals
+        `seconds`.
     """
 
     seconds: float
@@ -75,7 +79,7 @@ class PairEstimate:
     """The time of a pair, in seconds.
 
     Attributes:
-      seconds: time from the start of the pair to the end of both sides.
+      seconds: time from the start of the pair to the end of the side that ends last.
       first, second: time from the start of the pair to the end of each side.
     """
 
@@ -130,10 +134,10 @@ class Estimator:
 
     @cached_property
     def running(self) -> Estimator | None:
-        """The estimator for an operator that starts while the kernel of a collective already holds its SMs.
+        """The estimator for an operator that starts while the kernel of a collective is already running.
 
-        It is for pairs whose first side is the collective. If kernels may start out of launch order under this setting,
-        it uses the times of a similar setting that keeps the order. None if that setting was not measured.
+        Use it for pairs whose first side is the collective. It uses the times of a launch setting in which kernels
+        start in launch order: of this setting, or of a similar setting. None if that similar setting was not measured.
         """
         setting = _ONE_CONNECTION.get(self.section.setting, self.section.setting)
         if setting == self.section.setting:
@@ -143,13 +147,13 @@ class Estimator:
         return Estimator(self.profile, self.hardware, setting)
 
     def coverage(self, used: Iterable[tuple[Key | PairKey, float]]) -> dict[Source, float]:
-        """The fraction of the time that comes from each source.
+        """For each source, the fraction of the total time whose estimates come from this source.
 
         Args:
-          used: the keys of a plan, each with its number of executions.
+          used: keys of operators, collectives and pairs, each with its number of executions.
 
         Returns:
-          A fraction for every source. The fractions add up to 1. If nothing takes time, all are 0.
+          A fraction for every source. The fractions add up to 1. If the total time is 0, all fractions are 0.
         """
         seconds = dict.fromkeys(Source, 0.0)
         for key, count in used:
@@ -168,7 +172,7 @@ class Estimator:
         )
 
     def _find_solo(self, key: Key) -> Estimate:
-        # 1. This section. 2. The other sections, then the other links.
+        # 1. This section. 2. The other sections, then (for operators) the profiles with other links.
         for section, source in ((self.section, Source.MEASURED), (self._everywhere, Source.INTERPOLATED)):
             timing = section.solo(key)
             if timing is not None:
@@ -239,8 +243,8 @@ class _Relatives:
 def _all_sections(profile: Profile | None, own: Section) -> Section:
     """All sections merged into one.
 
-    If several sections have a time, the time in `own` is taken. If `own` has none, the time in the section `default` is
-    taken, or else the time in the section whose name comes last.
+    If several sections have a time of a key, the time in `own` is taken. If `own` has no such time, the time in the
+    section `default` is taken, or else the time in the section whose name sorts last.
     """
     sections = profile.sections if profile else {}
     names = sorted(sections, key=lambda name: (name == own.setting, name == "default", name))

@@ -1,18 +1,20 @@
 """Estimates times of operators and collectives alone, from measured relatives: keys that differ only in some parts.
 
-Collectives follow AMSP section IV-A. A collective takes t(op, v, p0 x p1) = v / w(op, v, p0 x p1). The effective
-bandwidth w is measured on a grid of sizes v. Between these sizes, times are interpolated linearly on log-log axes.
-Outside the grid, times are proportional to the roofline's times: latency below the grid, constant bandwidth above it.
+Collectives follow AMSP section IV-A. A collective op has v bytes and runs over p0 GPUs on each of p1 nodes. Its time is
+t(op, v, p0 x p1) = v / w(op, v, p0 x p1). The effective bandwidth w is measured on a grid of sizes v. Between these
+sizes, times are interpolated linearly on log-log axes. Outside the grid, times are proportional to the roofline's
+times. So latency decides below the grid, and a constant bandwidth decides above it.
 
     64 MiB 250 us, 256 MiB 950 us measured   ->   128 MiB is 487 us; 512 MiB is near 1900 us
 
 Operators of one family (`OperatorKey.family`: same types, layouts, library) differ only in size. The *slowness* of a
 measured operator is its measured time, divided by the time that the roofline predicts. The estimate is the roofline's
-time, multiplied by the average slowness of the nearest measured members of the family. Weights are the inverse squared
-distances. So the slowness of an estimate lies between the least and the greatest slowness of these members.
+time, multiplied by the geometric mean of the slowness of the nearest measured operators of the family. Weights are the
+inverse squared distances. So the slowness of an estimate lies between the least and the greatest slowness of these
+operators.
 
-If no relative is near, the estimate uses the slowness of relatives that are farther away. Then `near` is False, and the
-result counts as a guess.
+If no relative is near, the estimate uses the slowness of relatives that are farther away. Then
+`Interpolation.near` is False, and the result counts as a guess.
 """
 
 import math
@@ -29,8 +31,8 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import Timing
 
-# An estimate is a guess if all measured sizes differ from the wanted size by more than this factor. Sizes are bytes for
-# a collective, and all sizes together for an operator.
+# An estimate is a guess if every measured relative differs in size by more than this factor. For a collective, the size
+# is its bytes. For an operator, the logarithm of the factor is the Euclidean distance of the logarithms of all sizes.
 REACH = 4.0
 _ROUNDING = 1e-9
 NEIGHBOURS = 8
@@ -43,8 +45,8 @@ class Interpolation:
     """A time that is estimated from measured relatives, in seconds.
 
     Attributes:
-      spread: like `Timing.spread`; also contains how much the relatives disagree.
-      near: whether a relative was measured whose size differs by at most a factor `REACH`.
+      spread: like `Timing.spread`, plus how much the relatives disagree.
+      near: whether a measured relative differs in size by at most the factor `REACH`.
     """
 
     seconds: float
@@ -130,9 +132,9 @@ class CollectiveCurves:
     def at(self, key: CollectiveKey) -> Interpolation | None:
         """The estimate for `key`, from its own curve or from the most similar curve.
 
-        A time from another curve is multiplied by the ratio of the roofline's times. Inside a node, a curve with
-        another number of groups counts as the own curve, because groups share no links there. None if nothing was
-        measured over the same kind of link (inside a node, or across nodes).
+        A time from another curve is multiplied by the ratio of the roofline's times, and it is not `near`. But inside a
+        node, a curve that differs only in the number of groups counts as the own curve, because groups share no links
+        there. None if nothing was measured over the same kind of link (inside a node, or across nodes).
         """
         curve = _curve(key)
         candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1)]
@@ -166,7 +168,10 @@ def _curve(key: CollectiveKey) -> _Curve:
 
 
 def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float]:
-    """How different two curves are. Implementation counts most, then kind, then mesh, then number of groups."""
+    """How different two curves are, for sorting.
+
+    The implementation counts most, then the kind of collective, then the mesh, then the number of groups.
+    """
     mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
     return a.implementation != b.implementation, a.kind != b.kind, mesh, abs(math.log(a.groups / b.groups))
 

@@ -1,9 +1,9 @@
-"""The roofline: times that follow from counted operations and bytes, for everything that was not measured.
+"""The roofline: estimates times of operators and collectives from numbers of operations and bytes.
 
-The time of a kernel is the longer of two times, plus a fixed cost. One is the time of the arithmetic at tensor-core
-speed, the other is the time of the memory traffic at memory bandwidth. The time of a collective is its wire traffic at
-the link's bus bandwidth, plus a fixed latency and a latency for each step of its ring. This is the usual alpha-beta
-model. With NCCL's "bus bandwidth", the same bandwidth holds for all kinds of collectives.
+The time of a kernel is a fixed cost plus the longer of two times: the time of the arithmetic at tensor-core speed, and
+the time of the memory traffic at memory bandwidth. The time of a collective has three parts: a fixed latency, a latency
+for each step of the ring, and the number of bytes that each device sends, divided by the link's bus bandwidth. This is
+the usual alpha-beta model. The bus bandwidth, as NCCL defines it, is the same for all kinds of collectives.
 
 All functions for times return seconds.
 """
@@ -17,13 +17,13 @@ def memory_seconds(bytes_moved: float, hardware: Hardware) -> float:
 
 
 def gemm_seconds(flops: float, bytes_moved: float, hardware: Hardware, bits: int = 16) -> float:
-    """Time of a matrix product with inputs of `bits` bits. 8 bits are twice as fast as 16; 32 bits run as TF32."""
+    """Time of a matrix product. `bits` is the width of its inputs: half the bits are twice as fast. 32 means TF32."""
     arithmetic = flops / (hardware.peak_flops * hardware.gemm_efficiency * 16 / bits)
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 
 def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware) -> float:
-    """Time of fused attention. `flops` leaves out masked operations, which are half of all with a causal mask."""
+    """Time of fused attention. `flops` does not count masked operations. A causal mask masks half of the operations."""
     arithmetic = flops / (hardware.peak_flops * hardware.attention_efficiency)
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
@@ -38,8 +38,9 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
 
     Args:
       kind: HLO's name of the collective, such as `all-gather`.
-      size: size of the whole buffer on one device, in bytes: after an all-gather, or before a reduction.
-      group: number of devices that take part.
+      size: size of the whole buffer on one device, in bytes: the result of an all-gather, or the operand of a
+        reduction.
+      group: number of devices in the group.
     """
     if kind in ("collective-permute", "collective-broadcast"):
         return size
@@ -50,7 +51,8 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
 def collective_seconds(kind: str, size: float, group: int, nodes: int, hardware: Hardware) -> float:
     """Time of a collective that runs alone.
 
-    A group with k devices on each node uses k network cards at once, but is not faster than the links inside a node.
+    A group with k devices on each node uses k network cards per node at once. But it is not faster than the links
+    inside a node.
 
     Args:
       kind, size, group: as in `wire_bytes`.

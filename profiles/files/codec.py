@@ -9,9 +9,10 @@ A msgspec type describes what a file may contain:
     file = decode(text, File, "h200-nvlink.json")
     # ProfileFileError: h200-nvlink.json: samples: expected `int` >= 1: correct it, or profile again
 
-JSON is only data. The remaining risks are size, depth, NaN, duplicate fields, text with terminal control characters,
-and numbers outside of their range. This module checks for them. A `Kind` says what a file is called in error messages;
-by default, a file is a profile. A `Row` is a list. Entries that a later version appends to the list are ignored.
+A JSON file contains only data, no code. The remaining risks are size, depth, NaN, duplicate fields, text with terminal
+control characters, and numbers outside of their range. This module checks for them. A `Kind` says what a file is called
+in error messages; the default is a profile. A `Row` describes a JSON list with a type for each position. If a later
+version appends entries to the list, this version ignores them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _AT = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
 
 
 class ProfileFileError(DhelixError):
-    """A file is no profile, or this version cannot read it."""
+    """A file is not a valid profile or file of times, or this version cannot read it."""
 
 
 class Text(str):
@@ -56,7 +57,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class On(Struct, omit_defaults=True):
-    """The form of a `profile.Provenance` in a file."""
+    """A `profile.Provenance` (machine and software of a measurement) as it stands in a file."""
 
     gpu: Text = Text()
     gpus: Count = 1
@@ -74,7 +75,7 @@ class Kind:
 
     Attributes:
       name: name of this kind of file.
-      again: advice on how to get a valid file.
+      again: advice on how to get a valid file, at the end of error messages.
       error: type of the error that an invalid file raises.
     """
 
@@ -103,7 +104,10 @@ def document(fields: Mapping[str, str]) -> str:
 
 
 def microseconds_text(seconds: float, digits: int = 5) -> str:
-    """A time in seconds as text in microseconds. Files have five digits for a time and three for a spread."""
+    """A time in seconds as text in microseconds, with `digits` significant digits.
+
+    Files have five digits for a time and three for a spread.
+    """
     value = seconds * 1e6
     return number_text(float(f"{value:.{digits}g}") if math.isfinite(value) else value)
 
@@ -113,7 +117,7 @@ def number_text(value: float) -> str:
 
 
 def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE, oldest: int = 1) -> T:
-    """The contents of a text as an object of `type`.
+    """Parses and checks JSON text, and returns its contents as an object of `type`.
 
     Args:
       origin: name of the text in error messages.
@@ -121,7 +125,7 @@ def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = P
       kind: kind of the file.
 
     Raises:
-      kind.error: the text is not valid. The message names the place of the error.
+      kind.error: the text is not valid. The message says where the error is.
     """
     data = _parse(text, origin, kind)
     _check_schema(data, origin, oldest, schema, kind)
@@ -135,7 +139,7 @@ def wrong(origin: str, message: str, kind: Kind = PROFILE) -> DhelixError:
     """The error of `kind` for an invalid file.
 
     Args:
-      message: what is wrong. It may end with a place in the file, in msgspec's form: - at `$.a[0].b`.
+      message: what is wrong. It may end with a place in the file, as msgspec writes it: - at `$.a[0].b`.
     """
     found = _AT.search(message)
     place = re.sub(r"\[(\d+|\*)\]", r".\1", found[1].replace("...", "*")).strip(".") if found else ""
@@ -148,7 +152,7 @@ def names(mapping: Mapping[str, Any], place: str, origin: str, kind: Kind = PROF
     """Checks that the names of an object's fields are valid `Text`. msgspec does not check these names.
 
     Raises:
-      kind.error: a name is not printable or too long.
+      kind.error: a name is too long, or is not printable.
     """
     for name in mapping:
         try:

@@ -3,9 +3,9 @@
     for agreement in compare(profile, other):
         print(agreement.setting, agreement.what, agreement.median, agreement.p90)
 
-The difference of two times is time / other time - 1. For pairs, the times of the whole pair are compared. Only entries
-that both profiles have under the same launch setting are compared. Entries below MIN_SECONDS in either profile are left
-out, because they matter little in a step and scatter more.
+The relative difference of two times is time / other time - 1. For pairs, the times of the whole pair are compared. Only
+entries that both profiles have under the same launch setting are compared. Entries that take less than MIN_SECONDS in
+one of the profiles are left out, because they matter little in a step and scatter more.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class Agreement:
       what: `operators`, `collectives` or `pairs`.
       common: number of entries that both profiles have.
       compared: number of common entries that take MIN_SECONDS or more in both profiles.
-      median, p90: median and 90th percentile of the absolute differences; None if no entry is compared.
-      bias: median of the signed differences; above 0 if the other profile has shorter times.
-      worst: the entries with the largest differences, at most WORST of them.
+      median, p90: median and 90th percentile of the absolute values of the relative differences; None if no entry is
+        compared.
+      bias: median of the relative differences, with their signs; above 0 if the other profile has shorter times.
+      worst: the entries whose relative differences have the largest absolute values, at most WORST of them.
     """
 
     setting: str

@@ -1,7 +1,8 @@
 """The text of a profile's file: JSON with one fact per line, so that people can read and compare files.
 
-Each key appears once, in a table. Measurements refer to a key by its position in the table, counted from 0. Times are
-in microseconds, with five digits. Spreads have three digits:
+A key identifies an operator or a collective (`keys.py`). Each key appears once, in a table. Measurements refer to a key
+by its position in the table, counted from 0. Times are in microseconds, with five significant digits. Spreads have
+three significant digits:
 
     {
     "schema": 1,
@@ -31,9 +32,10 @@ in microseconds, with five digits. Spreads have three digits:
     }
     }
 
-Equal profiles give equal text. If a file is read and written again, it does not change. The type, range and length of
-every field are checked (`codec`). Unknown fields, and unknown entries at the end of a list, are ignored, so a later
-version may add them. A later version increases `schema` if this version would misunderstand its files.
+Equal profiles give equal text. If dhelix reads a file that this version has written, and writes it again, it does not
+change. The type, range and length of every field are checked (`codec`). Unknown fields, and unknown entries at the end
+of a list, are ignored, so a later version may add them. A later version increases `schema` if this version would
+misunderstand its files.
 """
 
 from __future__ import annotations
@@ -140,7 +142,11 @@ def dumps(profile: Profile) -> str:
 
 
 def _all_keys(sections: Iterable[Section]) -> set[Key]:
-    """All keys of the sections, each once. Of equal keys, the one with the most operations and bytes is taken."""
+    """All keys of the sections, each once.
+
+    Equal keys may differ in `flops` and `bytes`. Of these, the key with the most operations is taken. If the numbers of
+    operations are equal, the key with the most bytes is taken.
+    """
     found: dict[Key, Key] = {}
     for section in sections:
         sides = (side for pair in section.pairs for side in (pair.first, pair.second))
@@ -199,7 +205,7 @@ def provenance_text(provenance: Provenance) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """A reason for a failure as a short printable text, as files store it."""
+    """The reason for a failed measurement as one printable line of at most 300 characters, as files store it."""
     printable = "".join(c if c.isprintable() else " " for c in reason)
     return " ".join(printable.split())[:_MAX_REASON]
 
@@ -211,7 +217,7 @@ def loads(text: str, origin: str) -> Profile:
       origin: name of the text in error messages.
 
     Raises:
-      ProfileFileError: the text is no valid profile with a known schema.
+      ProfileFileError: the text is not a valid profile, or this version does not know its schema.
     """
     file = codec.decode(text, _File, origin, SCHEMA)
     for field in ("hardware", "link"):  # these become parts of a file's name, so they must not contain a path

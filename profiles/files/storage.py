@@ -1,7 +1,7 @@
 """Profiles as files. There is one JSON file for each GPU and link, such as `profiles/data/h200-nvlink.json`.
 
-    profile = storage.find("H200", "nvlink")           # shipped, then overridden by files of the user's folders
-    for line in storage.differences(profile, here):    # another GPU, NCCL or jax: say so
+    profile = storage.find("H200", "nvlink")           # the shipped file, overridden by files in the user's folders
+    for line in storage.differences(profile, here):    # one line if the GPU, NCCL, CUDA or jax differs
         logging.warning(line)
     storage.save(profile.with_section(measured), path)
 
@@ -63,13 +63,13 @@ def shipped() -> tuple[str, ...]:
 def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None:
     """All known times for this hardware and link, or None if there are none.
 
-    The shipped file is read first. The files with the same name in the user's folders (DHELIX_PROFILES) and in the
-    folders of `extra` follow, and then the files of `extra`. Later files override earlier files entry by entry
-    (`Profile.merged`). `Profile.elsewhere` gets the times of operators with other links. The profile of a similar GPU
-    fills the remaining gaps, and `Profile.alike` names this GPU.
+    The files are read in this order: the shipped file, the files with the same name in the user's folders
+    (DHELIX_PROFILES) and in the folders of `extra`, and the files of `extra`. Later files override earlier files entry
+    by entry (`Profile.merged`). `Profile.elsewhere` gets times of operators that were measured with other links. The
+    profile of a similar GPU fills the remaining gaps, and `Profile.alike` names this GPU.
 
     Args:
-      extra: more folders and files.
+      extra: paths of more folders and files.
 
     Raises:
       ProfileFileError: a file cannot be read, or it is for other hardware or another link.
@@ -84,7 +84,7 @@ def _files_of(place: Path) -> list[Path]:
 
 
 def _state(path: Path) -> tuple[Path, int, int]:
-    """A path, and the modification time and size of its file. Both are 0 if there is no file or a dangling link."""
+    """A path, and the modification time (in ns) and size of its file. Both are 0 if the file cannot be accessed."""
     try:
         status = path.stat()
     except OSError:
@@ -94,7 +94,10 @@ def _state(path: Path) -> tuple[Path, int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _find(hardware: str, link: str, extra: Sequence[Path], _states: object) -> Profile | None:
-    """The result of `find`. It is cached until `_states` change, the states of all files that may be read."""
+    """The result of `find`, cached. `_states` has the states of all files that may be read.
+
+    If one of these files changes, `_states` differs, so the result is computed again.
+    """
     profile = _over_one_link(hardware, link, extra)
     like = describe(hardware, link).like
     other = find(like, link) if like else None
@@ -105,7 +108,7 @@ def _find(hardware: str, link: str, extra: Sequence[Path], _states: object) -> P
 
 
 def _operators_elsewhere(hardware: str, link: str) -> dict[OperatorKey, Timing]:
-    """The times of operators on the same hardware with other links."""
+    """Times of operators that were measured on the same hardware with other links."""
     found: dict[OperatorKey, Timing] = {}
     for other in (other for other in LINKS if other != link.lower()):
         try:
@@ -228,11 +231,11 @@ def _replace_file(path: Path, text: str) -> None:
 
 
 def differences(profile: Profile, here: Provenance) -> tuple[str, ...]:
-    """Warnings on how this machine and its software differ from those of the profile, one line for each difference.
+    """Warnings if this machine or its software differs from the profile's, one line for each difference.
 
-    The kind of GPU, the major and minor version of NCCL, and the major versions of CUDA and jax are compared. For jax,
-    0.11 and 0.12 count as different major versions. An unknown value is no difference. All measurements of a merged
-    profile are compared.
+    The name of the GPU, the major and minor version of NCCL, and the major versions of CUDA and jax are compared. For
+    jax, 0.11 and 0.12 count as different major versions. An unknown value is no difference. A merged profile has
+    several machines, and each of them is compared.
 
     Args:
       here: the machine and the software of this process.

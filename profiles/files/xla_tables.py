@@ -1,4 +1,4 @@
-"""Reads and writes XLA's two formats for measured times. XLA's own scheduler can use such files.
+"""Reads and writes XLA's two file formats for measured times. XLA's own scheduler can use such files.
 
 **Cost text** holds the times of one module's instructions in microseconds. XLA calls it a PGLE or FDO profile
 (`ProfiledInstructionsProto` as text). The flag `--xla_gpu_pgle_profile_file_or_directory_path` takes the path of the
@@ -9,21 +9,21 @@ file. The name of the file must end in `.pbtxt`, because XLA ignores other files
       cost_us: 58.2
     }
 
-XLA looks up an asynchronous collective by the name of its start instruction, or of the instruction inside the start. A
-name may begin with the fingerprint of a module, as in `<fingerprint>::<name>`.
+For an asynchronous collective, XLA looks up the name of its start instruction, or the name of the instruction that the
+start wraps. A name may begin with the fingerprint of a module, as in `<fingerprint>::<name>`.
 
 **The collective performance table** (`DeviceHloInstructionProfiles` as text) holds the throughput of collectives inside
 a node in bytes per second, by kind, size and group size. The flag `--xla_gpu_experimental_collective_perf_table_path`
-takes the path of the file, which replaces XLA's built-in table. XLA uses the table on Hopper and newer GPUs if there is
-no PGLE profile (`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default). XLA takes the nearest entry, and
-divides the size of the collective by the throughput of the entry.
+takes the path of the file. The file replaces XLA's built-in table. XLA uses the table on Hopper and newer GPUs if there
+is no PGLE profile (`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default). XLA takes the nearest entry,
+and divides the size of the collective by the throughput of the entry.
 
     text = xla_tables.collective_table({key: timing.seconds for key, timing in section.collectives.items()})
 
-XLA ignores a table that it cannot read, and aborts the process if it finds an unknown kind. So only collectives that
-XLA knows are written (`in_table`). JAX caches compiled programs by the path in the flag, not by the contents of the
-file, so a file with other times needs another name. The formats are defined in openxla/xla, `hlo_op_profile.proto` and
-`collective_interpolator.cc`.
+XLA ignores a table that it cannot read, and aborts the process if a table has an unknown kind of collective. So only
+collectives that XLA knows are written (`in_table`). JAX's compilation cache looks at the path in the flag, not at the
+contents of the file. So a file with other times needs another name. The formats are defined in openxla/xla,
+`hlo_op_profile.proto` and `collective_interpolator.cc`.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def cost_text(seconds: Mapping[str, float]) -> str:
 def parse_cost_text(text: str, origin: str) -> dict[str, float]:
     """The times in a cost text in seconds, by the names of instructions.
 
-    A name may contain the fingerprint of its module, as in `<fingerprint>::<name>`. If several modules have the same
-    name, the last entry counts.
+    A name may contain the fingerprint of its module, as in `<fingerprint>::<name>`. If a name occurs more than once,
+    the last entry counts.
 
     Args:
       origin: name of the text in error messages.
@@ -176,10 +176,10 @@ def parse_cost_text(text: str, origin: str) -> dict[str, float]:
 
 
 def in_table(key: CollectiveKey) -> bool:
-    """Whether XLA's table can hold a collective.
+    """Whether XLA's collective performance table can have an entry for a collective.
 
-    The table holds five kinds of collectives inside a node. Between nodes, XLA uses a model of the network instead. A
-    buffer that is reduced must have a whole number of float32 values for each device.
+    The table has five kinds of collectives inside a node. Between nodes, XLA uses a model of the network instead. For a
+    reduction, the bytes of the buffer must be a multiple of 4 times the number of devices: whole float32 values.
     """
     part = 4 * key.group_size if key.kind in _WITH_ARITHMETIC else 1
     inside = key.nodes == 1 and key.group_size > 1
@@ -189,16 +189,18 @@ def in_table(key: CollectiveKey) -> bool:
 def collective_table(
     seconds: Mapping[CollectiveKey, float], device: str = "sm_90", implementation: str = "nccl"
 ) -> str:
-    """XLA's collective performance table, with all times in `seconds` that are `in_table`.
+    """XLA's collective performance table as text, with the times of all keys for which `in_table` is true.
 
-    XLA's entries do not say how many groups communicate at once. If several numbers of groups were measured, the times
-    with the most groups come first, and XLA uses the first times. Programs usually run the most groups.
+    For an asynchronous collective, XLA looks up kind, size and group size. It ignores the number of groups that
+    communicate at once. If several numbers of groups were measured, the entry with the most groups comes first, and XLA
+    uses the first one. In most programs, all GPUs take part, so there are as many groups as possible.
 
     Args:
       seconds: times by key.
-      device: XLA's name of the GPU: `sm_` and the compute capability, for 10.0 also the model (`sm_100_B200`).
-      implementation: the implementation with which the program will run, one of `keys.IMPLEMENTATIONS`. Times of other
-        implementations are left out.
+      device: XLA's name of the GPU: `sm_` and the compute capability. For capability 10.0, the model follows
+        (`sm_100_B200`).
+      implementation: the implementation of collectives with which the program will run, one of `keys.IMPLEMENTATIONS`.
+        Times of other implementations are left out.
 
     Raises:
       DhelixError: the table would be empty, or a time is not positive.
@@ -241,22 +243,23 @@ def _add_entry(entries: Any, key: CollectiveKey, element_type: str, throughput: 
 
 
 def _rings(size: int, groups: int) -> Iterable[tuple[int, int]]:
-    """A pair of source and target for each device. A device sends to the next device of its group."""
+    """The (source, target) pairs of a collective-permute, in which each device sends to the next one of its group."""
     return ((g * size + i, g * size + (i + 1) % size) for g in range(groups) for i in range(size))
 
 
 def parse_collective_table(text: str, origin: str, device: str = "sm_90") -> dict[CollectiveKey, float]:
     """The times of the collectives in a table, in seconds. Every group is assumed to be inside one node.
 
-    Entries for which there is no key are left out. These are permutes other than rings of equal size, and entries
-    without groups. If a table has several times for a key, for example one for each element type, the last time counts.
+    Entries for which there is no key are left out: entries of other kinds, entries without a size or groups, and
+    collective-permutes that are not rings of equal size. If a table has several times for a key, for example one for
+    each element type, the last time counts.
 
     Args:
       origin: name of the text in error messages.
       device: XLA's name of the GPU, as in `collective_table`.
 
     Raises:
-      DhelixError: the text is no such table, or has no entries of `device`.
+      DhelixError: the text is not a collective performance table, or has no entries of `device`.
     """
     table = _parsed(text, "Table", "collective performance table of XLA", origin)
     lists = [entry.value for entry in table.entries if entry.key == device]

@@ -1,1 +1,1 @@
-"""Facts that papers published: their clusters, and the numbers that they measured."""
+"""Facts from papers: the clusters that the authors used, and the numbers that they published."""

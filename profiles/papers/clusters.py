@@ -1,14 +1,14 @@
-"""The clusters in the papers that dhelix follows: their hardware, and the numbers that were published about them.
+"""The clusters of the papers that dhelix follows: their hardware, and the numbers that were published about them.
 
     cluster = clusters.get("dhelix-a800")
     cluster.gpus                                       # 64
     cluster.hardware.inter_bandwidth                   # used to compute costs
     [n for n in cluster.numbers if n.system == "DHelix" and n.unit == "TFLOPS/GPU"]
 
-There are two kinds of bandwidth. `link_bandwidth` and `network_bandwidth` are the rates of the links in one direction,
-as the paper or the vendor states them. `hardware.intra_bandwidth` and `hardware.inter_bandwidth` are the rates that
-NCCL reaches per GPU. NCCL's rates are guesses unless the paper measured them. Vendors and papers add up both directions
-of NVLink, so their "400 GB/s" is 200 GB/s in each direction.
+There are two kinds of bandwidth. `link_bandwidth` and `network_bandwidth` are the bandwidths of the links in one
+direction, as the paper or the vendor states them. `hardware.intra_bandwidth` and `hardware.inter_bandwidth` are the bus
+bandwidths that NCCL reaches per GPU. They are guesses unless the paper measured them. Vendors and papers add up both
+directions of NVLink, so their "400 GB/s" is 200 GB/s in each direction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cluster:
     Attributes:
       name: the key of the cluster in ALL.
       nodes: number of nodes.
-      hardware: description of one GPU and its share of the links.
+      hardware: description of one GPU, with the bandwidths that collectives reach per GPU.
       link: name of the link between the GPUs of a node.
       link_bandwidth: bandwidth of `link` per GPU.
       network: name of the network between nodes; empty for a single node.
@@ -67,7 +67,7 @@ class Cluster:
 
     @property
     def network_bandwidth_per_gpu(self) -> float:
-        """Bandwidth of the network for each GPU, if all GPUs of a node use the network at once."""
+        """Bandwidth of the network for one GPU while all GPUs of the node use the network."""
         return self.network_bandwidth / self.gpus_per_node
 
 

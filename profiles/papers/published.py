@@ -3,7 +3,7 @@
     Published("DHelix", "Llama, S 8192", "speed-up over Megatron-LM", 1.27, "x", "section 6.2.1", upper=1.40)
 
 This module has numbers from the texts and tables of the papers. Numbers that appear only in figures are left out,
-except for the bars of DHelix figures 11 to 13. These bars are read off the authors' published charts and are marked
+except for the bars of DHelix figures 11 to 13. The values of these bars are read off the authors' charts and are marked
 `chart`. If a paper has a misprint, `value` is corrected, and `printed` has the printed text and the reason.
 """
 
@@ -18,13 +18,13 @@ class Published:
 
     Attributes:
       system: the measured system, such as `DHelix` or `Megatron-LM`.
-      workload: model, sequence length S, parallelism and number of GPUs, as far as the paper says them.
+      workload: model, sequence length S, parallelism and number of GPUs, as far as the paper gives them.
       quantity: what was measured or computed.
       value: the number, or the lower end of the range.
       unit: unit of `value`; `x` stands for a ratio, `%` for a percentage.
       where: section, table or figure of the paper.
       upper: upper end of the range; None for a single number.
-      chart: whether the number is read off a chart, and so accurate to about 1 %.
+      chart: whether the number is read off a chart. Such a number is accurate to about 1 %.
       printed: the number that the paper prints instead, and why it is a misprint; empty if the paper prints `value`.
     """
 
@@ -187,8 +187,8 @@ _AT_8 = "8 GPUs, S 4096, micro-batch 1, batch 4 M tokens"
 _AT_64 = "64 GPUs, S 4096, micro-batch 1"
 _OVERLAPS = ("all-gather, reduce-scatter, all-reduce, broadcast", "all-gather, reduce-scatter, all-reduce",
              "all-gather, reduce-scatter", "nothing")  # fmt: skip
-# Table V: tokens per GPU and second, then MFU, both for 1, 2, 4 and 8 micro-batches. There is a row for each entry of
-# _OVERLAPS.
+# Table V. There is a row for each entry of _OVERLAPS. A row has tokens per GPU and second for 1, 2, 4 and 8
+# micro-batches, then MFU for the same numbers of micro-batches.
 _TABLE_V = {
     "LLaMA-7B": ((3525, 4119, 4416, 4503, 0.57, 0.62, 0.65, 0.67), (3346, 3991, 4329, 4438, 0.54, 0.60, 0.64, 0.65),
                  (2812, 3609, 4070, 4286, 0.45, 0.54, 0.60, 0.63), (2812, 3609, 4070, 4286, 0.45, 0.54, 0.60, 0.63)),

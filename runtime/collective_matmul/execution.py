@@ -1,5 +1,6 @@
-"""Runs collective matmuls in a form that is known to be possible. Several weights may share one collective.
+"""Runs a collective matmul (a matmul and the collective of its operand or result) in a given form, such as "ring".
 
+The caller must have checked that the form is possible (`form_choice.py`). Several weights may share one collective.
 All forms except the monolithic one concatenate the weights once, multiply, and split the result.
 """
 
@@ -39,7 +40,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(form: Form, x: jax.Array, w: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The sum over devices of `x` times `w`, scattered over rows."""
+    """This device's rows, `[..., rows / n, columns]`, of the sum over devices of `x [..., rows, k / n]` times `w`."""
     if form.name == "monolithic" or not isinstance(axis_name, str):
         return monolithic.reduce_scatter(matmul(x, w), axis_name)
     if form.name == "mosaic":
@@ -50,7 +51,7 @@ def matmul_reduce_scatter(form: Form, x: jax.Array, w: jax.Array, axis_name: Axi
 
 
 def matmul_all_reduce(form: Form, x: jax.Array, w: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The sum over devices of `x` times `w`."""
+    """The sum over devices of `x [..., rows, k / n]` times `w`. Each device gets all rows, `[..., rows, columns]`."""
     if form.name == "monolithic" or not isinstance(axis_name, str):
         return lax.psum(matmul(x, w), axis_name)
     if form.name == "mosaic":
@@ -68,8 +69,8 @@ def all_gather_gradients(
     The reduce-scatter of dx uses `form`. What the gather of `x` overlaps with depends on the form:
 
         monolithic       The gather overlaps with dy w^T. Then the reduce-scatter overlaps with x^T dy.
-        ring, hybrid     The gather overlaps with the first chunk's matmul, which has no other collective beside it.
-        mosaic           The gather overlaps with operations before the kernel. Nothing may overlap with the kernel.
+        ring, hybrid     The gather overlaps with the first chunk's matmul, during which no other collective runs.
+        mosaic           The gather overlaps with operations before the kernel. No collective may run beside the kernel.
     """
     gathered = monolithic.all_gather(x, axis_name)
     if form.name == "monolithic" or not isinstance(axis_name, str):
@@ -90,12 +91,12 @@ def all_gather_gradients(
                 cotangents, w, axis_name, _DIRECTIONS[form.name], transposed=True, beside=(gathered,)
             )
     dws = tuple(row_product(gathered, dy, w) for dy, w in zip(cotangents, weights, strict=True))
-    # Without this barrier XLA runs users of dx before dw, and the last collective overlaps with no compute.
+    # Without this barrier, XLA runs users of dx before dw, and the last collective overlaps with no compute.
     return lax.optimization_barrier((dx, dws))
 
 
 def _side_by_side(weights: Arrays) -> jax.Array:
-    """Concatenates the weights to `[k, all columns]`. Without the barrier XLA would do so again for each use."""
+    """Concatenates the weights to `[k, all columns]`. Without the barrier, XLA would copy them again for each use."""
     return weights[0] if len(weights) == 1 else lax.optimization_barrier(joined(weights, axis=1))
 
 

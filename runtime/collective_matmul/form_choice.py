@@ -1,8 +1,9 @@
 """Chooses the form of a collective matmul: the form that the user asks for, or the fastest form by measurement.
 
-A site is a collective with its matmul, their sizes and their type. The user passes one of these:
+A site is a collective with its matmul, their sizes and their data type. The monolithic form runs the collective and
+the matmul one after the other. The user passes one of these:
 
-"auto"               The form with the shortest measured time for the site on these GPUs and this link. Without such
+"auto"               The form that is fastest for the site, by measurements on such GPUs with such a link. Without
                      measurements, as on CPU, it is the monolithic form. If the fastest form is impossible here, the
                      next best form runs, and the log says so.
 a name, or a Form    This form. If it is impossible, a DhelixError says what to do. The derivatives use this form, too,
@@ -27,7 +28,7 @@ from dhelix.runtime.processes import launch_settings
 from dhelix.runtime.processes.launch_settings import link_of
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")  # types for forms other than the monolithic one
-_MOST_CHUNKS = 4  # the most chunks, if the form "hybrid" names no number of chunks
+_MOST_CHUNKS = 4  # the form "hybrid" without a number of chunks gets at most this many
 _GPU = ("cuda", "gpu")
 _HOPPER = re.compile(r"\bG?H\d{2,3}\b")  # H100, H200, H800, H20, GH200
 
@@ -39,7 +40,8 @@ class Place:
     Attributes:
       site: the kind, sizes and type of the collective matmul. They decide how long each form takes.
       axis_name: the mesh axis, or several mesh axes.
-      rows: rows of one batch element in the operand on a device (all-gather), or in the result on a device.
+      rows: number of rows of one batch element on one device: of the operand `x` for an all-gather, of the result for
+        the other kinds.
     """
 
     site: Site
@@ -51,7 +53,7 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
     """Returns the form that the user asks for, or None for "auto".
 
     Args:
-      form: "auto", the name or key of a form, or a `Form`.
+      form: "auto", the name of a form, its key (such as "hybrid:4"), or a `Form`.
       place: where the form is to run.
       graphs: see `refusal`.
 
@@ -94,7 +96,7 @@ def resolve(wanted: Form | None, place: Place) -> Form:
 
 
 def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
-    """Returns a text that says why `form` is impossible at `place` and what to do; None if it is possible.
+    """Returns a text that says why `form` is impossible at `place`, and what to do. None if the form is possible.
 
     The text continues a sentence that begins with the form's name.
 
@@ -127,7 +129,8 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
 def _no_kernels_here(form: Form, graphs: bool | None) -> str | None:
     """Returns why kernels that access their peers' memory cannot run on these devices; None if they can.
 
-    All blocks of a kernel must be resident at once, because the blocks of one device wait for blocks of other devices.
+    Blocks of one device wait for blocks of other devices. So all blocks of a kernel must be resident at once, and each
+    block needs a multiprocessor of its own.
 
     A CUDA graph keeps the addresses that a kernel was recorded with. XLA records the kernel again if the device's own
     buffers move, but not if a peer's buffers move. In the second case, the kernel reads other data at the old address
@@ -158,7 +161,8 @@ def _parsed(text: str, place: Place) -> Form:
 def _devices_here() -> tuple[str, str, int | None]:
     """Platform, kind and number of multiprocessors (None if unknown) of the current mesh's devices.
 
-    The devices of an abstract mesh need not exist in this process.
+    The devices of an abstract mesh need not exist in this process. If the mesh names no device, the first of
+    `jax.devices()` counts.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None:

@@ -5,18 +5,18 @@
     y = matmul_reduce_scatter(x, w)    dx = all_gather_matmul(dy, w^T)          dw = x^T gathered dy
     y = matmul_all_reduce(x, w)        dx = dy w^T                              dw = x^T dy
 
-The residuals are x and w as passed in. For dw of `all_gather_matmul`, x is gathered again, as in Megatron, so that the
-residual takes 1 / n of the memory. For dw of `matmul_reduce_scatter`, dy is gathered only once, for dx and dw. Each
-collective matmul of the backward pass is a site of its own (`form_choice.resolve`). It uses the form that the user
-asked for, if this form is possible there.
+The residuals are x and w as passed in. For dw of `all_gather_matmul`, x is gathered again, as in Megatron. So on n
+devices, the residual takes 1 / n of the gathered x's memory. For dw of `matmul_reduce_scatter`, dy is gathered only
+once, for dx and dw. For each collective matmul of the backward pass, `form_choice.resolve` chooses a form of its own.
+It is the form that the user asked for, if that form is possible there.
 
-Exception: with "auto", dx of `all_gather_matmul` uses the monolithic form. Its backward pass has two matmuls and two
-collectives, so each collective overlaps with a whole matmul. The gather of x overlaps with dy w^T, and then the
-reduce-scatter overlaps with gathered x^T dy.
+Exception: with "auto", dx of `all_gather_matmul` uses the monolithic form. The backward pass of `all_gather_matmul` has
+two matmuls and two collectives, so each collective overlaps with a whole matmul. The gather of x overlaps with dy w^T.
+Then the reduce-scatter of dx overlaps with the matmul of dw.
 
 The derivatives are equal to those that JAX computes. Under `shard_map` with `check_vma=True`, the cotangent of an
 all-reduce's result is whole on each device. With `check_vma=False`, each device has only its own contribution to the
-cotangent, and JAX first sums the contributions. This module does the same, by one more all-reduce in backward.
+cotangent, and JAX first sums the contributions. This module does the same, by one more all-reduce in the backward pass.
 Source: "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2, describes these pairs of forward
 and backward operations.
 """
@@ -36,7 +36,7 @@ from dhelix.runtime.collective_matmul.products import matmul, row_product
 
 
 def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name: AxisName) -> Place:
-    """The place of a collective matmul of `x [..., rows, contraction]` and a weight `[contraction, columns]`."""
+    """The `Place` of a collective matmul of `x [..., rows, contraction]` and a weight `[contraction, columns]`."""
     n = lax.axis_size(axis_name)
     rows = x.size // max(x.shape[-1], 1) * (n if kind == "all_gather_matmul" else 1)
     own = x.shape[-2] // (n if kind == "matmul_reduce_scatter" else 1)
@@ -44,14 +44,17 @@ def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name:
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Mesh axes over which `shard_map` knows `x` to vary; none with `check_vma=False`."""
+    """The mesh axes over which `x` varies according to its type; empty under `shard_map` with `check_vma=False`."""
     kind: Any = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # the newer and the older name in JAX
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gather_matmul(x: jax.Array, weights: Arrays, axis_name: AxisName, wanted: Form | None) -> Arrays:
-    """Products of gathered `x` with each weight. Operands must vary over the same mesh axes, including `axis_name`."""
+    """Gathers `x` and multiplies it by each weight, in the form that `resolve` finds for `wanted`.
+
+    Operands must vary (in the sense of `shard_map`) over the same mesh axes, including `axis_name`.
+    """
     place = place_of("all_gather_matmul", x, x.shape[-1], sum(w.shape[1] for w in weights), axis_name)
     return execution.all_gather_matmul(resolve(wanted, place), x, weights, axis_name)[0]
 
@@ -74,7 +77,7 @@ all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
-    """The sum over devices of `x` times `w`, scattered over rows. Operands must vary as in `all_gather_matmul`."""
+    """This device's rows of the sum over devices of `x` times `w`. Operands must vary as in `all_gather_matmul`."""
     place = place_of("matmul_reduce_scatter", x, x.shape[-1], w.shape[1], axis_name)
     return execution.matmul_reduce_scatter(resolve(wanted, place), x, w, axis_name)
 

@@ -1,4 +1,4 @@
-"""The form "hybrid": NCCL's collectives run in a few chunks of rows. Each overlaps with a neighbouring chunk's matmul.
+"""The form "hybrid": rows are cut into a few chunks. A chunk's NCCL collective overlaps with another chunk's matmul.
 
     all_gather_matmul       gather c0 | gather c1   | gather c2   | gather c3   |
                                       | multiply c0 | multiply c1 | multiply c2 | multiply c3
@@ -6,7 +6,8 @@
     matmul_reduce_scatter   multiply c0 | multiply c1 | multiply c2 | multiply c3 |
     matmul_all_reduce                   | reduce c0   | reduce c1   | reduce c2   | reduce c3
 
-A chunk is a part of every device's rows. So its gathered or scattered rows are spread over the result:
+For all-gather and reduce-scatter, a chunk is a part of every device's rows. So the rows of a chunk are not contiguous
+in the array of all rows:
 
     rows of  device 0: c0 c1 c2 c3   device 1: c0 c1 c2 c3        c0 gathered: [device 0's c0, device 1's c0]
 
@@ -65,8 +66,8 @@ def matmul_reduce_scatter(
     """Concatenates `xs` to `[..., rows, k / n]`, multiplies by `w`, sums over the devices, and scatters the rows.
 
     Returns:
-      This device's rows of the sum, `[..., rows / n, columns]`, and the arrays `beside`. XLA computes `beside` in the
-      first step, which has no collective.
+      This device's rows of the sum, `[..., rows / n, columns]`, and the arrays `beside`. XLA computes `beside` (such as
+      the result of another collective) during the first chunk's matmul, which overlaps with no reduction.
     """
     n = lax.axis_size(axis_name)
 
@@ -99,7 +100,10 @@ def _reduced_chunks(
     reduce: Callable[[jax.Array], jax.Array],
     beside: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """Multiplies chunk by chunk, and reduces each chunk while the next one is multiplied. Concatenates the results."""
+    """Multiplies chunk by chunk, and reduces each chunk while the next one is multiplied.
+
+    Returns the concatenated results, and `beside` as in `matmul_reduce_scatter`.
+    """
     results: list[jax.Array] = []
     for chunk in range(chunks):
         product = multiply(xs, w, chunk)

@@ -1,6 +1,7 @@
-"""The form "mosaic": calls the two-dimensional Mosaic-GPU kernels of `kernels/` on arrays with batch dimensions.
+"""The form "mosaic": calls the Mosaic-GPU kernels of `kernels/`, which multiply matrices without batch dimensions.
 
-The kernels gather and scatter rows by device. Batch elements are inside a device's rows:
+In an operand or result of a kernel, all rows of one device are contiguous, even if they belong to several batch
+elements. So rows are transposed before or after the kernel:
 
     x [b, rows / n, k] on each device = [b * rows / n, k]  -gather->  [n, b, rows / n, k]  -transpose->  [b, rows, k]
 
@@ -71,7 +72,7 @@ def _folded(x: jax.Array) -> jax.Array:
 
 
 def _by_device(x: jax.Array, n: int) -> jax.Array:
-    """Reshapes `x [..., rows, k]` to `[all rows, k]`, ordered by device. First come device 0's rows of all elements."""
+    """Reshapes `x [..., rows, k]` to `[all rows, k]`, ordered by device: first device 0's rows of the whole batch."""
     batch = math.prod(x.shape[:-2])
     return _folded(x.reshape(batch, n, -1, x.shape[-1]).swapaxes(0, 1))
 

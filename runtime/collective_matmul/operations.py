@@ -109,7 +109,7 @@ def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str
 
 @dataclass(frozen=True)
 class CollectiveMatmuls:
-    """The three operations in one form. A model gets this object by `ManualParallel(collective_matmuls=...)`."""
+    """The three functions of this module in one form, as an object for `ManualParallel(collective_matmuls=...)`."""
 
     form: str | Form = "auto"
 
@@ -135,9 +135,10 @@ def _axis(axis_name: AxisName) -> AxisName:
 
 
 def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Checks the operands and makes all of them vary over the same mesh axes, like the operands of `lax.dot_general`.
+    """Checks the operands and makes all of them vary over the same mesh axes, as `lax.dot_general` does.
 
-    So if an operand was replicated over some devices, JAX sums its cotangent. The derivatives here need not do so.
+    So if an operand was replicated over some devices, JAX sums its cotangent over them. The derivatives in
+    `gradients.py` need not sum it.
     """
     try:
         lax.axis_size(axis_name)

@@ -1,10 +1,10 @@
 """Products on one device, and access to rows, for collective matmuls. Functions take any number of batch dimensions.
 
-Arrays may be sharded over explicit mesh axes that the surrounding `shard_map` leaves out; typically these shard batch
-dimensions.
+Arrays may be sharded over explicit mesh axes, which are not manual in the surrounding `shard_map`. Typically, such axes
+shard batch dimensions.
 
-Products have the operands' type, and XLA accumulates them in float32. If a product were float32 and cast afterwards,
-XLA would write float32 and cast in a separate kernel.
+Products have the operands' type, and XLA accumulates them in float32. If a product were float32 and were cast
+afterwards, XLA would write the float32 product to memory and cast it in a separate kernel.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Arr
 
 
 def columns_of(w: jax.Array, transposed: bool) -> int:
-    """Number of columns of a product with `w`."""
+    """Number of columns of a product with `w [k, columns]`, or with `w [columns, k]` if `transposed`."""
     return w.shape[0] if transposed else w.shape[1]
 
 

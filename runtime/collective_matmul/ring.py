@@ -1,4 +1,4 @@
-"""The ring forms: `ppermute` sends chunks around a ring of devices. The next chunk travels during the current matmul.
+"""The ring forms: `ppermute` sends chunks around a ring of devices. The next chunk is sent during the current matmul.
 
     all_gather_matmul, device 1 of 4         step     0          1          2          3
                                     multiply          x1         x0         x3         x2     -> rows of out
@@ -9,16 +9,18 @@
                                     receive           -          sum 3      sum 2      sum 1
                                     send on           sum 0      sum 3      sum 2      -      sum 1 is the result
 
+Chunk x0 holds the rows of `x` that belong to device 0. Sum 0 is a partial sum of the same rows of the result.
+
 The products and permutes of one step are independent of each other. An optimization barrier between steps makes the
-next step wait for both. Without the barrier XLA runs all permutes first, so that they overlap with nothing. It also
+next step wait for both. Without the barrier, XLA runs all permutes first, so that they overlap with nothing. XLA also
 merges the matmuls of several chunks, because these share `w`.
 
 The argument `directions` says how many rings there are. RING is one ring. BIDIRECTIONAL is two rings, each with half of
-a chunk's rows, so that both directions of a link carry data. Sums travel in the operands' type, as in NCCL. They are
+a chunk's rows, so that both directions of a link carry data. Sums are sent in the operands' type, as in NCCL. They are
 added outside of the matmul: a matmul with an addend could not start before the addend arrives.
 
 Legality: for reduce-scatter and all-reduce, the number of rows of `x` must be divisible by the axis size. Two rings
-need two rows per device.
+need at least two rows per device.
 Cost: the GEMM runs in n pieces. All-gather copies each chunk's result to its rows. Reduce-scatter copies each chunk's
 rows out of `x`, and adds its product to the sum that arrives. The copies exist because a library's GEMM kernel takes no
 offset that is known only at run time.
@@ -51,7 +53,10 @@ BIDIRECTIONAL: Directions = (1, -1)
 
 @dataclass(frozen=True)
 class _Lane:
-    """One ring. Rows `start` .. `start + rows` of every chunk travel in `direction`. A chunk has `chunk` rows."""
+    """One ring of devices. A chunk has `chunk` rows; the ring sends rows `start` to `start + rows - 1` of every chunk.
+
+    `direction` is 1 if the ring sends to the next device of the axis, and -1 if it sends to the previous one.
+    """
 
     axis_name: str
     direction: int
@@ -65,7 +70,7 @@ class _Lane:
         return lax.ppermute(piece, self.axis_name, [(i, (i + self.direction) % n) for i in range(n)])
 
     def row(self, steps_back: int) -> jax.Array:
-        """The first row of this lane's part of a chunk, among the rows of all devices.
+        """The index of the first row of this lane's part of a chunk, counted over the rows of all devices.
 
         The chunk belongs to the device that is `steps_back` places back in the ring.
         """
@@ -142,8 +147,8 @@ def matmul_reduce_scatter(
     """Concatenates `xs` to `[..., rows, k / n]`, multiplies by `w`, sums over the devices, and scatters the rows.
 
     Returns:
-      This device's rows of the sum, `[..., rows / n, columns]`, and the arrays `beside`. XLA computes `beside` in the
-      first step, which has no permute.
+      This device's rows of the sum, `[..., rows / n, columns]`, and the arrays `beside`. XLA computes `beside` (such as
+      the result of another collective) in the first step, which has no permute.
     """
     n = lax.axis_size(axis_name)
     lanes = _lanes(axis_name, xs[0].shape[-2] // n, directions)

@@ -72,9 +72,9 @@ def merged(files: Iterable[Path]) -> str:
 def file() -> Path | None:
     """Returns a file with all known autotuning results, or None if there are none.
 
-    The file contains the shipped results and the results that `dhelix profile` wrote next to the user's profiles. The
-    latter override the former. The results of all GPUs are in one file, because XLA reads only the first file that a
-    process names. Raises DhelixError as `merged` does.
+    The file contains the shipped results and the user's results, which `dhelix profile` wrote next to the user's
+    profiles. The user's results override shipped results. The results of all GPUs are in one file, because XLA reads
+    only the first file that a process names. Raises DhelixError as `merged` does.
     """
     folders = (SHIPPED, storage.users_file("", "").parent)
     found = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]

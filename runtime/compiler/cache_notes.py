@@ -1,7 +1,8 @@
 """Reads and writes small files in the folder of JAX's compilation cache.
 
 The files hold facts about a step, for runs that load the step from the cache. Other processes write to the same folder
-concurrently and may leave incomplete files, so damaged files count as missing. Only local cache folders are supported.
+concurrently and may leave incomplete files. So callers treat a damaged file as a missing one. Only local cache folders
+are supported.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ def path_of(name: str) -> Path | None:
 
 
 def write(name: str, content: str | bytes) -> None:
-    """Writes the file atomically, or does nothing if that is impossible. Only bytes get a checksum, text does not."""
+    """Writes the file atomically, or does nothing if that is impossible. Bytes get a checksum, but text does not."""
     path = path_of(name)
     if path is None:
         return
@@ -39,13 +40,19 @@ def write(name: str, content: str | bytes) -> None:
 
 
 def read(name: str) -> str | None:
-    """The text of the file; None if it does not exist. Raises OSError, UnicodeDecodeError or DhelixError."""
+    """The text of the file; None if it does not exist.
+
+    Raises OSError or UnicodeDecodeError if the file cannot be read, and DhelixError if it is too large.
+    """
     data = _read(name)
     return None if data is None else data.decode()
 
 
 def read_bytes(name: str) -> bytes | None:
-    """The bytes of the file; None if it is missing or has a wrong checksum. Raises OSError or DhelixError."""
+    """The bytes of the file; None if it is missing or has a wrong checksum.
+
+    Raises OSError if the file cannot be read, and DhelixError if it is too large.
+    """
     data = _read(name)
     if data is None or hashlib.sha256(data[32:]).digest() != data[:32]:
         return None

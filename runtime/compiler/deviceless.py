@@ -3,7 +3,7 @@
     deviceless.prepare_environment()                   # before JAX looks for devices
     mesh = deviceless.mesh({"dp": 2, "tp": 4})         # 8 H200s that this machine does not have
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct(..., sharding=NamedSharding(mesh, ...)))
-    compiled = deviceless.compile(lowered)             # as_text(), memory_analysis(): those of the GPU
+    compiled = deviceless.compile(lowered)             # its as_text() and memory_analysis() are as on the GPU
 
 JAX's CUDA plugin compiles for a described target instead of an attached device. It cannot run kernels, so it cannot
 tune fusions and products. Instead, it reads the choices that XLA's autotuner made on a real GPU from a file
@@ -11,8 +11,8 @@ tune fusions and products. Instead, it reads the choices that XLA's autotuner ma
 
                                        result known      result unknown
     matrix product                     as on the GPU     cuBLASLt, which picks the algorithm itself
-    another fusion, `compile`          not tuned         not tuned
-    another fusion, `tuned.compile`    as on the GPU     not tuned
+    other fusions, `compile`           not tuned         not tuned
+    other fusions, `tuned.compile`     as on the GPU     not tuned
 
 The target description must agree with the real GPU in the values that XLA hashes for its device key (clock, memory
 bandwidth, L2 size). Otherwise XLA finds no results.
@@ -136,9 +136,9 @@ def are_attached(devices: Sequence[Any]) -> bool:
 
 
 def results_option() -> dict[str, str]:
-    """Returns the XLA option that loads the known autotuning results.
+    """Returns the XLA option that loads the known autotuning results, as a mapping from name to value.
 
-    The result is empty if there are no results, or if XLA_FLAGS already names a file. XLA reads the file at the first
+    The mapping is empty if no results are known, or if XLA_FLAGS already names a file. XLA reads the file at the first
     compilation that has this option, and uses it in all later compilations of the process.
     """
     file = autotune_results.file()

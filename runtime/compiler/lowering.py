@@ -4,9 +4,9 @@ How `with_hlo` replaces the program:
 1. jaxlib's converter turns the HLO into StableHLO, which is parsed into the MLIR context of the original module.
 2. `dhelix.passes.hlo.shardy_import` rebuilds Shardy's operations, which HLO holds as custom calls.
 3. Attributes are grafted: copied from the original module. The converter loses facts that belong to JAX rather than to
-   the program: donation, shardings, memory kinds and layouts of arguments and results, and the number of partitions.
-   These facts are attributes of the module and of its function `main`. Passes must keep the signature of `main`, so the
-   attributes still fit.
+   the program. They are donation, shardings, memory kinds and layouts of arguments and results, and the number of
+   partitions. These facts are attributes of the module and of its function `main`. Passes must keep the signature of
+   `main`, so the attributes still fit.
 
 docs/design/programs.md lists what a round trip from StableHLO to HLO and back keeps, and what it loses.
 tests/runtime/compiler/test_lowering.py checks this list.
@@ -42,10 +42,10 @@ def module_name(lowered: jax.stages.Lowered) -> str:
 
 
 def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
-    """The scheduled program that XLA made. It is read from its proto, because its text does not always parse again.
+    """The scheduled program that XLA made. It is read from its proto, because HLO text does not always parse again.
 
-    Raises DhelixError if the executable does not provide its HLO. For example, this may happen for an executable that
-    another runtime stored in the cache.
+    Raises DhelixError if the executable does not provide its HLO. This may happen, for example, if another runtime
+    stored the executable in the compilation cache.
     """
     try:
         executable: Any = compiled.runtime_executable()

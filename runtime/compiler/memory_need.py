@@ -4,10 +4,11 @@
     limit = plain.allowed()                        # 2.5 % more than the plain step needs, arguments included
     memory_need.of_compiled(compiled).total        # of the interleaved step, to compare with the limit
 
-The interleaved step may take at most 3 % more memory than the plain step (DHelix section 6, arXiv 2411.15871). Only a
-compilation of the plain step tells exactly how much memory it takes, and this would double the compile time. Its
-schedule is enough for an estimate (`runtime/compiler/scheduled_only.py`): the peak by live ranges is within 1 % of
-XLA's allocation. Half a percentage point of the 3 % is reserved for this difference.
+The plain step is the step without passes. The interleaved step, which the passes make, may take at most 3 % more memory
+than the plain step (DHelix section 6, arXiv 2411.15871). Only a compilation of the plain step tells exactly how much
+memory it takes, and this would double the compile time. The plain step's schedule is enough for an estimate
+(`runtime/compiler/scheduled_only.py`): the peak by live ranges is within 1 % of XLA's allocation. Half a percentage
+point of the 3 % is reserved for this difference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs passes while XLA compiles a lowered program: sessions, compiler hooks, and reports that survive a cache hit.
 
-A `Session` runs the passes for one lowered program until the program is an executable. It is used in this order:
+A `Session` runs the passes for one lowered program, before and during its compilation. It is used in this order:
 
     session = Session(manager, module, "jit_step")  # fingerprints the inputs, registers the hook on first use
     new = session.run_lowered()                     # LOWERED passes; None when they changed nothing
@@ -10,9 +10,10 @@ A `Session` runs the passes for one lowered program until the program is an exec
     session.report()
 
 The compiler hook is a function that XLA calls with each module. It is registered once per process, stage and platform,
-and serves all sessions. The hook finds the session by the marker in the module's name, and returns at once for modules
-without a marker. Registration initializes JAX's backends, and `jax.distributed.initialize()` must come before that. So
-nothing is registered at import or decoration.
+and serves all sessions. The session adds a marker to the module's name: a fingerprint of program, passes and profile.
+The hook finds the session by this marker, and returns at once for modules without a marker. Registration initializes
+JAX's backends, and `jax.distributed.initialize()` must come before that. So nothing is registered at import or
+decoration.
 
 JAX's compilation cache does not know about passes. The marker in the module's name gives two plans for one program
 different cache entries. No pass runs after a cache hit, so reports are stored in the cache's folder, too. This works
@@ -84,7 +85,7 @@ def switched_off() -> str:
 
 
 class Session:
-    """Runs the passes for one lowered program until the program is an executable.
+    """Runs the passes for one lowered program, before and during its compilation.
 
     Attributes:
       marker: fingerprint of the program, the passes and the profile, as 16 hex digits.
@@ -198,7 +199,7 @@ class Session:
             return None
 
     def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
-        """Adds the scheduled step's predicted times. If the prediction fails, the error is only logged."""
+        """Adds the scheduled step's predicted times to `found`. If the prediction fails, the error is only logged."""
         if self._played is None:
             return found
         start = time.perf_counter()

@@ -72,7 +72,7 @@ def scheduled(
 
 
 def at_schedule(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> bytes | None:
-    """Compiles `lowered` with these options up to the POST_SCHEDULER passes, and returns the serialized module.
+    """Compiles `lowered` with these options until the POST_SCHEDULER passes have run. Returns the serialized module.
 
     Returns None if hosts share binaries (`jax_share_binary_between_hosts`). Errors of the compiler and the passes are
     raised.

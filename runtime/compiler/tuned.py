@@ -29,7 +29,10 @@ def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
 
 
 def scheduled(lowered: jax.stages.Lowered, **options: Any) -> bytes | None:
-    """Returns the serialized module after the POST_SCHEDULER passes, or None if `scheduled_only.at_schedule` does."""
+    """Returns the serialized module after the POST_SCHEDULER passes.
+
+    Returns None if `scheduled_only.at_schedule` returns None.
+    """
     chosen, module = _tuned_options(lowered, options)
     if chosen.keys() >= deviceless.COMPILER_OPTIONS.keys():
         return module

@@ -15,8 +15,9 @@ Contract:
   but not on parameters.
 - Weights are the arrays that the scan iterates over. The code that makes weights from the parameters (a cast, a split)
   does not read the batch and does not mix layers.
-- For any other function, `take_apart` raises a DhelixError of one line that names the obstacle. Obstacles are per-layer
-  outputs that the head reads, weights that all layers share, random keys among the scan's xs, and a scan in reverse.
+- If a function breaks these rules, `take_apart` raises a DhelixError of one line that names the obstacle. Examples of
+  obstacles are per-layer outputs that the head reads, weights that all layers share, random keys among the scan's xs,
+  and a scan in reverse.
 - If embedding and head both need a value, each of them computes it. The value's gradient is the sum of the gradients
   from both parts, as in the derivative of the whole function.
 """
@@ -214,7 +215,7 @@ class _Cut:
             )
 
     def _check_preparation(self) -> None:
-        """Raises DhelixError if a layer's weights may depend on other layers' parameters, which other stages hold."""
+        """Raises DhelixError if a layer's weights may depend on other layers' parameters. Other stages hold those."""
         needed = variables(self.stacks)
         for eqn in reversed(self.jaxpr.eqns):
             if needed.isdisjoint(eqn.outvars):
@@ -227,7 +228,7 @@ class _Cut:
                 )
 
     def _reads(self, outputs: Sequence[Any], stop: Sequence[Any] = ()) -> set[Any]:
-        """The function's inputs and the variables in `stop` that `outputs` depend on.
+        """Of the function's inputs and the variables in `stop`, those that `outputs` depend on.
 
         The search ends at variables in `stop`: what they depend on is not included.
         """
@@ -253,7 +254,7 @@ def _consts_and_carries(scan: Any) -> tuple[int, int]:
 
 
 def _keeps_layers_apart(eqn: Any) -> bool:
-    """Whether row l of each result depends only on row l of the operands, and the operation works for any row count."""
+    """Whether row l of each result depends only on row l of the operands, and `eqn` is possible with any row count."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [v.aval.shape for v in [*variables(eqn.invars), *eqn.outvars] if v.aval.shape]
     if len({shape[0] for shape in shapes}) > 1:

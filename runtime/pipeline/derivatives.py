@@ -1,4 +1,4 @@
-"""Derives the functions that a pipeline runs: the parts of a chain forward and backward.
+"""Derives the functions that a pipeline runs: the parts of a chain (`chain.py`), forward and backward.
 
     layer_forward    (context, x, weights)              -> x, residuals
     layer_backward   (context, weights, residuals, dx)  -> dx, dweights
@@ -6,13 +6,15 @@
     embed_backward   (ends, batch, dx)                  -> dends
     head             (ends, batch, x)                   -> dx, dends, outputs
 
+Embedding and head are the ends of the chain; in the table, `ends` are their parameters.
+
 `jax.vjp` keeps all values that the backward pass reads. Here, only values that depend on x are kept as residuals. The
 weights stay in memory for the whole step, so they need no copy. Values that are made from weights and context alone (a
 cast, a transpose) are recomputed in the backward pass. So a slot of the residual ring (`executor.py`) contains only
 activations.
 
-Embedding and head (the ends) keep no residuals. The head's forward and backward pass run together. The embedding's
-backward pass repeats its forward pass, and XLA drops the parts that the gradient of a look-up does not need.
+Embedding and head keep no residuals. The head's forward and backward pass run together. The embedding's backward pass
+repeats its forward pass, and XLA drops the parts that the gradient of a look-up does not need.
 
 Values that are not floating-point (counters) are passed from layer to layer and have no cotangent. `derive` traces all
 functions under the mesh of its caller. The functions may run under a mesh in which more axes are manual.

@@ -9,8 +9,8 @@ cotangent. Likewise, only the stage of the first chunk uses the embedding's resu
 zero on all other stages.
 
 Not shared: one stage computes the end, in a loop of one iteration. On the other stages this loop has no iterations, so
-these stages go on to the next message and wait there. With `along`, all stages compute the end, and all but one drop
-the result.
+these stages go on to the next message and wait there. With `Ends.along`, all stages compute the end, and all but one
+drop the result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Ends:
       params: the parameters of embedding and head.
       batches: inputs of all micro-batches; each array has the shape [M, ...].
       shared: whether all stages compute the ends together (see the module).
-      lockstep: whether the schedule is lockstep. Then every tick whose program contains an end needs the end's result.
+      lockstep: whether the schedule is lockstep (`Schedule.lockstep`). Then a tick's program contains an end only if
+        some stage needs the end's result in this tick.
       along: whether stages that do not need an end compute it, too.
     """
 
@@ -104,13 +105,13 @@ class Ends:
         return self._if(wanted, run, sums)
 
     def _of(self, row: Row, condition: str) -> tuple[jax.Array, jax.Array]:
-        """The micro-batch for which this stage computes an end in this tick, and whether the end is wanted at all."""
+        """The micro-batch for which this stage computes an end in this tick, and whether it computes the end at all."""
         if self.shared:
             return row.of_any_stage("microbatch", condition)
         return row.microbatch, row.on & getattr(row, condition)
 
     def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-        """`body(carry)` if wanted, else `carry`.
+        """Returns `body(carry)` if wanted, else `carry`.
 
         The body runs in a loop of zero or one iteration, because XLA updates the state of a loop in place. Shared ends
         of a lockstep schedule run without this loop, because XLA's scheduler cannot move operations out of a loop.

@@ -12,13 +12,13 @@ each tick:
     x, dx -> the stages that need them next (collective-permute), now or during the next tick (`phases.Messages`)
 
 In an SI block, neither strand reads what the other strand computes. So this loop over layers has the same form as the
-loop that the passes make of a step without a pipeline, and the scheduling passes treat both loops alike. Messages
-follow the loop and are exposed. With `sends_beside`, the last layers also follow the loop, so that the scheduling
-passes can hide the messages behind these layers.
+loop that the passes make of a step without a pipeline. The scheduling passes treat both loops alike. Messages are
+sent after the loop and are exposed. With `sends_beside`, the last layers run after the loop, too, so that the
+scheduling passes can overlap the messages with these layers.
 
-The residual ring is an array of slots; each slot holds the residuals of one chunk. The forward pass may overwrite
-residuals that the backward pass reads in the same iteration. A barrier orders the read before the write; without the
-barrier, XLA copies the whole ring.
+The residual ring is an array of slots. A slot holds the residuals of one chunk for one micro-batch. The forward pass
+may overwrite residuals that the backward pass reads in the same iteration. A barrier orders the read before the write;
+without the barrier, XLA copies the whole ring.
 
 Masking: in a lockstep schedule, a stage without work computes on arbitrary data, and the program drops the results.
 Residuals go to a slot that nobody reads, and a `where` drops gradients (a product with 0 would keep NaNs). In other
@@ -58,8 +58,8 @@ class Sums:
 
     Attributes:
       outputs: outputs of the loss function. They are zero on stages that did not compute the head.
-      layers: float32 gradients of the stage's stacked weights [chunks of the stage, padded, ...]; None for integers.
-      ends: float32 gradients of the parameters of embedding and head; None for integers.
+      layers: gradients of the stage's stacked weights [chunks of the stage, padded, ...]; None for integers.
+      ends: gradients of the parameters of embedding and head; None for integers. Sums of floats are at least float32.
     """
 
     outputs: Values
@@ -240,7 +240,7 @@ class _Run:
                 going = going.but(ring=ring, cotangents=cotangents)
         if pattern.both and self.sends_beside:
             going = self._last_pair(tick, going)
-        if pattern.forward and pattern.backward:  # sends start after both loops: none waits for its receiver in a loop
+        if pattern.forward and pattern.backward:  # a send must not wait for its receiver while a loop still runs
             x, cotangents = lax.optimization_barrier((going.x, going.cotangents))
             going = going.but(x=x, cotangents=cotangents)
         return going
@@ -339,7 +339,7 @@ class _Run:
     # Messages.
 
     def _exchange_late(self, tick: _Tick, state: _State) -> tuple[Values, Values]:
-        """Sends the previous tick's results, while this tick computes, to the stages that need them."""
+        """Sends the previous tick's results to the stages that need them, while this tick computes."""
         activations = self._exchange(state.late, tick.pattern.activations.before)
         return activations, self._exchange(state.late_cotangents, tick.pattern.cotangents.before)
 

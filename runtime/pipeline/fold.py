@@ -28,17 +28,18 @@ class Fold:
 
     Attributes:
       stages: the number P of stages, which is the size of the mesh axis.
-      layers: the model's number of layers. It may be None if the number of chunks divides it. Otherwise the pipeline
-        pads chunks with identity layers, and needs the model's number to know how many of them.
-      schedule: name of the schedule. "w" is the fold: every stage runs two strands. "interleaved_si" runs two strands
-        without the fold; its bubble is shorter, but it keeps more residuals. "1f1b", "interleaved" and "dualpipev" are
-        baselines.
+      layers: the model's number of layers. It may be None if the layers divide evenly into the chunks. Otherwise the
+        pipeline pads chunks with identity layers, and needs the model's number of layers to know how many to add.
+      schedule: name of the schedule. With "w", every stage runs two strands, and the model is folded: stage s holds
+        chunks s and 2 P - 1 - s. "interleaved_si" runs two strands without this fold; its bubble is shorter, but it
+        keeps more residuals. "1f1b", "interleaved" and "dualpipev" are baselines.
       chunks_per_stage: number of chunks on each stage; only for the interleaved schedules.
       axis: the mesh axis of the stages.
       mesh: the mesh. It is needed if `value_and_grad` is called outside of `jax.shard_map`.
       sends_beside: only for "w" and "interleaved_si": whether messages of an SI block may overlap with its last layers.
-        This helps on slow links and takes slightly more memory. Do not use it if chunks have two layers, because it
-        then unrolls the loop over the layers (docs/guide/pipeline.md).
+        An SI block (strand interleaving) is one strand's forward beside the other strand's backward. Overlapping helps
+        on slow links and takes slightly more memory. Do not use this option if chunks have two layers, because it then
+        unrolls the loop over the layers (docs/guide/pipeline.md).
     """
 
     stages: int
@@ -78,7 +79,8 @@ class Fold:
         Args:
           state: the train state in the model's order.
           mesh: the mesh of the stages; default: the `mesh` of this `Fold`.
-          stacked: paths of the arrays of stacked layers. Each array has the shape [layers, ...].
+          stacked: paths of the arrays of stacked layers, relative to the parameters. Each array has the shape
+            [layers, ...].
         """
         _check_paths(stacked)
         layers = self.layers or leading_dimensions(state, stacked, 1)[0]

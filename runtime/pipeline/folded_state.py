@@ -4,7 +4,7 @@ A model that scans over its layers stacks their parameters in arrays. A pipeline
 stage and chunk, so that a stage holds only its own layers. Each chunk is padded with zeros to the longest chunk's
 length.
 
-    8 layers on 2 stages, U layout       model's order                    folded
+    8 layers in 4 chunks on 2 stages     model's order                    folded
     wq                                   [8, hidden, heads, head_dim]     [4, 2, hidden, heads, head_dim]
                                          P(None, "pp", "tp")              P("pp", None, None, "tp")
                                          0 1 2 3 4 5 6 7                  (0 1)(6 7) on stage 0, (2 3)(4 5) on stage 1
@@ -23,9 +23,10 @@ Contract:
   does not stay zero under optimizers that average over an array (Adafactor's clipping) or treat an array as one matrix.
 - Code that reads the number of dimensions, such as weight-decay masks, finds one dimension more.
 
-Cost: arrays in the model's order are also sharded over the stages. They are sharded along the first dimension of a
-layer that has no sharding yet and that the number of stages divides. So folding is a permutation on each device and one
-all-to-all, and no device holds a whole stack. While an array is folded, memory holds it in both orders.
+Cost: arrays in the model's order are also sharded over the stages. The sharded dimension is the first dimension of a
+layer that has no sharding yet and is divisible by the number of stages. So folding is a permutation on each device and
+one all-to-all, and no device holds a whole stack. During the folding of an array, memory holds the array in both
+orders.
 
 DHelix section 4.1 (arXiv 2411.15871) calls this model folding. `passes.pipeline_fold.layouts.storage_order` defines the
 permutation.
@@ -138,7 +139,7 @@ class Move:
         return self._constrain(x, self.spec(rest, own))
 
     def rest(self, leaf: Any) -> PartitionSpec:
-        """The sharding of one layer over all mesh axes but the stages' axis."""
+        """The sharding of one layer over all mesh axes except the stages' axis."""
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return _shorten(tuple(_without(entry, self.axis) for entry in spec[len(self.before) :]))
@@ -148,7 +149,7 @@ class Move:
         return _shorten((self.axis, None, *rest) if self.fold else (None, *self.spread(rest, own)))
 
     def spread(self, rest: PartitionSpec, own: tuple[int, ...]) -> PartitionSpec:
-        """`rest` with the stages' axis added, at the first dimension without sharding that the stages divide evenly.
+        """Adds the stages' axis to `rest`, at the first unsharded dimension that is divisible by the number of stages.
 
         If there is no such dimension, the result is `rest`.
         """
@@ -208,7 +209,7 @@ def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def move_array(stack: jax.Array, move: Move, rest: PartitionSpec) -> jax.Array:
-    """Runs `move.array` for one array in a program of its own. So at most one array needs memory for both orders."""
+    """Runs `move.array` in a program for one array only. So at most one array at a time is in memory in both orders."""
     return move.array(stack, rest)
 
 

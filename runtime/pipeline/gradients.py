@@ -8,11 +8,11 @@ The layers' parameters and their gradients are folded: they have the shape [chun
 [layers, ...] (`folded_state.py`). The loss function is traced with the model's own shapes.
 
 Contract under a `shard_map` over the pipeline axis: gradients are the contributions of this device, as in JAX with
-`check_vma=False`. If a parameter is replicated over stages, the caller must sum its gradients over the stages, as it
-must over every other axis. Losses are the same on all stages.
+`check_vma=False`. If a parameter is replicated over stages, the caller must sum its gradients over the stages. The same
+holds for every other axis. Losses are the same on all stages.
 
 Contract outside of such a `shard_map`: this module makes a `shard_map` over the pipeline axis. Other axes stay
-automatic. Losses and gradients are complete.
+automatic. Losses and gradients are complete, so the caller need not sum them.
 """
 
 from __future__ import annotations

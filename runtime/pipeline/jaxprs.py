@@ -59,7 +59,7 @@ def as_numbers(values: Sequence[Any]) -> list[Any]:
 
 
 def as_keys(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """The inverse of `as_numbers`. `like` holds the shapes of the original values."""
+    """The inverse of `as_numbers`. `like` has the shapes and types of the original values."""
     return [_as_key(value, of) if _is_key(of) else value for value, of in zip(values, like, strict=True)]
 
 

@@ -4,8 +4,10 @@
     stage 0                       F0.0        F1.0  F0.3      tick 2: micro-batch 1, the first chunk, from the embedding
     stage 1                             F0.1  F0.2  F1.1      tick 3: micro-batch 1, from what tick 2 put in the inbox
 
+F1.0 is the forward pass of micro-batch 1 in chunk 0. W is a schedule, and P is the number of stages.
+
 A message that arrives before it is needed waits in the stage's inbox, an array with one or more places. This module
-assigns a place to each message. The schedule W needs one place only.
+assigns a place to each message. The schedule W needs only one place.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from dhelix.passes.pipeline_fold import Schedule, Work, patterns, scratch
 class Direction:
     """The tables of one direction, forward or backward: int32[ticks, stages] or bool[ticks, stages].
 
-    The work of a stage in a tick is the pass of one chunk for one micro-batch.
+    The work of a stage in a tick is the forward or backward pass of one chunk for one micro-batch.
 
     Attributes:
       on: whether the stage has work.
       microbatch: the micro-batch of the work.
       place: the index of the work's chunk among the stage's chunks.
       layers: number of the chunk's layers without padding layers.
-      slot: slot of the residual ring for the work's residuals. A stage without work may compute a forward pass along
-        with others and drop the result; then `slot` is where this pass may write.
+      slot: slot of the residual ring for the work's residuals. A stage without work may still compute a forward pass
+        and drop the result; then `slot` is where this pass may write.
       reversed: whether the slot holds the residuals of the last layer first.
       takes: the inbox place that holds the work's input.
       opens: whether the work reads the embedding's result or the head's cotangent instead of a message.

@@ -1,8 +1,8 @@
 """Lets the processes of a job check that they are alike, and share facts that only some of them know.
 
-All processes of `job` must call the same function together. If a process does not come in time, the error names it
-(`rendezvous`). Without a job, as in a single process, the functions use this process's value alone. By default, `job`
-contains all processes of `jax.distributed`.
+All processes of `job` must call the same function together. If a process does not call it in time, the others raise an
+error that names this process (`rendezvous`). Without a job, as in a single process, the functions use this process's
+value alone. By default, `job` contains all processes of `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def check(purpose: str, record: Record, job: Job | None = EVERYONE, times: int =
     """Checks that all processes have the same record.
 
     Args:
-      purpose, times: as in `Job.meet`. The functions below have the same arguments.
+      purpose, times: as in `Job.meet`. The functions below also take `purpose` and `job`.
+      record: the properties that must be equal (`records.Entry`).
+      job: the processes that compare their records; None: only this process, so nothing is compared.
 
     Raises:
       HostsDisagreeError: the records differ. Every process raises this error; it names the first entry that differs.
@@ -35,8 +37,8 @@ def check(purpose: str, record: Record, job: Job | None = EVERYONE, times: int =
 def largest(purpose: str, value: int, job: Job | None = EVERYONE) -> int:
     """Returns the largest of the values of all processes.
 
-    Use it where all processes must make the same decision, but each computes the value from its own executable or
-    report, which may differ.
+    Use it for a value on which all processes base the same decision. Each process computes the value from its own
+    executable or report, so the values may differ.
     """
     if (found := _job(job)) is None:
         return value
@@ -55,7 +57,7 @@ def together[T](
 ) -> T:
     """Calls `make` in all processes, and returns its result if it succeeds in all of them.
 
-    Without this, the other processes would hang if `make` failed in one process. `make` must not wait for other
+    With a plain call, the other processes would hang if `make` failed in one process. `make` must not wait for other
     processes.
 
     Args:

@@ -4,13 +4,13 @@ There are three records:
 
 - The first record is known before tracing. It says whether dhelix is on, and contains versions, the step's options and
   XLA's options.
-- The second record is known before XLA compiles. It says which costs, passes and memory limit the options lead to on
-  this process's GPUs.
+- The second record is known before XLA compiles. It contains the costs, passes and memory limit that follow from the
+  options on this process's GPUs.
 - The third record is known after compilation. It is the order of collectives.
 
 Values are short texts that a message can show. A digest stands for a plan, a profile or a long option. Settings that do
 not change the program are not compared: folders of dumps and caches, paths of files with the same content, and the
-number of compiler threads.
+number of compiler threads. "Left alone" means that a step runs without passes, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OWN_FLAGS = re.compile(
 def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
     """Returns the record that must be equal in all processes before a step is traced.
 
-    If dhelix is off, the record says only this, and contains the options that split the batch.
+    If dhelix is off, the record contains only this fact and the options that split the batch.
 
     Args:
       enabled: whether passes may run.
@@ -87,7 +87,7 @@ def before_compiling(
 ) -> Record:
     """Returns the record that must be equal in all processes before XLA compiles.
 
-    If the step is left alone, the record says only this.
+    If the step is left alone, the record contains only this fact.
 
     Args:
       lowered: the lowered step before any pass.
@@ -169,7 +169,7 @@ def _value(value: object) -> str | dict[str, str]:
     if isinstance(value, Plan):
         return f"{short(value.program)} ({_digest(plan_files.dumps(value).encode())})"
     if isinstance(value, Profile):
-        # This is not the text of a profile file, because that lacks times of other GPUs that replace missing times.
+        # The text of a profile's file would not do. It lacks the times of other GPUs that stand in for missing times.
         text = json.dumps(fingerprint.plain(value, _kind), sort_keys=True)
         return f"{value.hardware} with link {value.link} ({_digest(text.encode())})"
     if isinstance(value, Mapping):

@@ -1,15 +1,17 @@
 """Defines the points at which a decorated step compares itself with the same step in the job's other processes.
 
     run = FirstRun("step", options)  # at decoration
-    with run.taking_part(on, kind, jitted, args, kwargs) as (enabled, key):  # at each call; agrees at the first
+    with run.taking_part(on, kind, jitted, args, kwargs) as (enabled, key):  # at each call; the first call compares
         ...  # lowered, transformed, compiled
     check_choice(...)  # once per program, before XLA compiles it
-    check_order(...)  # and after that; `Job.leave` if something fails
+    check_order(...)  # once per program, after XLA has compiled it; if something fails, `Job.leave` instead
 
 If a process fails inside the context, or ends after it decorated a step, it tells the other processes. A step takes
 part in the comparison if its arguments or its program use devices of other processes. A step that uses only devices of
-its own process does not wait for other processes. A step may be called in both ways, so this is decided for each kind
-of arguments.
+its own process does not wait for other processes. A step may be called in both ways, so each kind of arguments (shapes,
+types, shardings) is decided on its own.
+
+"Left alone" means that a step runs without passes, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class FirstRun:
     ) -> Iterator[tuple[bool, Hashable | None]]:
         """Wraps everything that happens between a call of the step and the run of the compiled step.
 
-        At the first call, all processes compare their versions and options of the step. An error inside the context
+        At the first call, all processes compare package versions and the step's options. An error inside the context
         stops all processes. The context yields the results of `on` and `kind`.
 
         Args:
@@ -90,7 +92,7 @@ class FirstRun:
             raise
 
     def clear(self) -> None:
-        """Forgets the kinds of arguments. Jobs that have compared the step once do not compare it again."""
+        """Forgets which job runs each kind of arguments. Jobs that have compared the step do not compare it again."""
         with self._lock:
             self._jobs.clear()
 
@@ -116,7 +118,7 @@ class FirstRun:
 
 @contextlib.contextmanager
 def decorating() -> Iterator[None]:
-    """Wraps a decoration. After an error inside, the other processes stop when they next run a step."""
+    """Wraps the decoration of a step. After an error inside, the other processes stop when they next run a step."""
     try:
         yield
     except Exception as error:
@@ -197,7 +199,8 @@ def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
 def _tell_at_exit() -> None:
     """Registers the exit handler `_at_exit`.
 
-    Exit handlers run in reverse order. JAX is imported earlier, so this handler runs before JAX leaves the job.
+    Exit handlers run in the reverse order of their registration. JAX registers its own handler when it is imported,
+    which is earlier. So this handler runs before JAX leaves the job.
     """
     atexit.register(_at_exit, os.getpid())
 

@@ -21,7 +21,7 @@ from dhelix.profiles.profile import SETTINGS, LaunchSetting
 GRAPHS = "xla_gpu_enable_command_buffer"
 NO_GRAPHS: Mapping[str, str] = MappingProxyType({GRAPHS: ""})
 """XLA options for a program without CUDA graphs."""
-# The kinds of commands that XLA puts into CUDA graphs by default, and among them the kinds that hold no custom calls.
+# The kinds of commands that XLA puts into CUDA graphs by default, and those of these kinds that hold no custom calls.
 _USUAL_KINDS = frozenset({
     "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL"
 })  # fmt: skip
@@ -71,9 +71,9 @@ def nearest(
 ) -> tuple[str | None, str]:
     """Returns the measured launch setting that is nearest to a process's setting. Its costs are used for the process.
 
-    A setting fits if the process has all its non-default values, too. Among the fitting settings, the one with the most
-    non-default values is nearest; if several have equally many, it is the first of them. For example, a process with
-    one connection and an unusual number of channels gets the costs of `connections1`.
+    A setting fits if the process also has all the non-default values of the setting. Among the fitting settings, the
+    one with the most non-default values is nearest. If several have equally many, the first one in SETTINGS is nearest.
+    For example, a process with one connection and an unusual number of channels gets the costs of `connections1`.
 
     Args:
       measured: names of the settings to choose from.

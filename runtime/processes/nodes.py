@@ -5,8 +5,8 @@ different IDs, NCCL does not use NVLink, peer-to-peer access or shared memory. S
 device. NCCL_IB_DISABLE forces sockets even if the machine has a fast network. JAX treats every process as a host
 anyway. This example starts the processes:
 
-    for node in emulated_nodes(2, 2, port):                     # two nodes of two GPUs, out of four of one machine
-        Popen([...], env={**os.environ, **node.environment})    # in it: node.initialize(), then as on any cluster
+    for node in emulated_nodes(2, 2, port):                     # two nodes of two GPUs, on a machine of four
+        Popen([...], env={**os.environ, **node.environment})    # runs node.initialize(), then as on any cluster
 
 On real nodes, the job's launcher names the coordinator and sets none of these variables. The program is the same.
 `profiles.hardware` describes a machine with two emulated nodes as "<GPU>-two-nodes".
@@ -56,9 +56,9 @@ def gpus_per_node(devices: Sequence[Any]) -> int:
 
     Evenly means that the devices are ordered node by node, with equal numbers of GPUs per node.
 
-    In a job of several processes, JAX calls the GPUs of one host a slice, so each slice is a node. In two cases, each
-    process is a node instead. Emulated nodes share one host, so they are one slice. `deviceless` GPUs of several hosts
-    may also be one slice.
+    In a job of several processes, JAX calls the GPUs of one host a slice, so each slice is a node. In two cases, one
+    slice may hold several nodes, so each process is a node instead: emulated nodes, which share one host, and GPUs that
+    are not attached (`deviceless`).
     """
     of_job = jax.process_count() > 1 and _POSED_AS not in os.environ
     # Devices other than GPUs may lack `slice_index`.
@@ -87,7 +87,7 @@ class NodeProcess:
     environment: Mapping[str, str]
 
     def initialize(self) -> None:
-        """Joins the job. The process itself must call this before JAX looks for devices."""
+        """Joins the job. The started process must call this method before JAX looks for devices."""
         jax.distributed.initialize(
             self.coordinator, self.processes, self.process, local_device_ids=list(self.local_device_ids)
         )

@@ -1,4 +1,7 @@
-"""Defines the records that processes compare, and the message that describes the first difference."""
+"""Defines the records that processes compare, and the message that describes their first difference.
+
+A record is a list of properties (`Entry`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Entry:
 
     Attributes:
       what: name of the property; unique in a record.
-      value: the value to compare. It is a short text, or several texts by name.
+      value: the value to compare. It is a short text, or a map from names to short texts.
       note: text that messages show next to the value. It is not compared.
       advice: what the user should do if processes differ.
     """
@@ -31,9 +34,10 @@ class Entry:
     advice: str = "Start every process with the same source, options, files, flags and package versions"
 
     def of(self, name: str) -> str:
-        """Returns the text called `name`. If the value is a single text, returns this text for every name.
+        """Returns the text called `name`, or NOT_GIVEN if there is none.
 
-        If the value is several texts and `name` is "", returns a list of their names as text.
+        If the value is a single text, returns this text for every name. If the value is a map and `name` is "", returns
+        the names in the map as one text.
         """
         if isinstance(self.value, str):
             return self.value
@@ -73,7 +77,7 @@ def check(said: Sequence[Said]) -> str:
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
-    """The names of an entry's texts in all processes; only "" if the entry is a single text in some process."""
+    """The names of an entry's texts in all processes. If some process has a single text, the only name is ""."""
     several = [entry.value for entry in entries if not isinstance(entry.value, str)]
     if len(several) < len(entries):
         return [""]

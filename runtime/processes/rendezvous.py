@@ -9,8 +9,8 @@ has initialized devices.
     dhelix/<job>/<number>/verdict           a result for all, or why all stop
 
 Each process counts its meetings, and each text states the purpose of the meeting. So processes that come to the same
-number with different purposes get an error. A process that fails reports this at its next meeting, where the others
-will look. The report also counts as a meeting, so all processes have the same count even if the failed process goes on.
+number with different purposes get an error. A process that fails reports the failure under the number of its next
+meeting, where the others will look. The report counts as a meeting, so the counts of all processes stay equal.
 A meeting of n processes takes about 4 n small calls to the store.
 """
 
@@ -35,7 +35,7 @@ from dhelix.passes.framework.manager import say_once
 TIMEOUT = "DHELIX_AGREEMENT_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0
 AT_WORK = 6
-"""Factor on the timeout after all processes came to the step, because some may compile where others use a cache."""
+"""Factor on the timeout once all processes are at the step: then some may compile while others use a cache."""
 
 _FIRST_REPORT = 10.0  # seconds until the log names missing processes; each later interval is 3 times as long
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.002, 0.25  # seconds between two reads of the store
@@ -62,11 +62,11 @@ class Said(NamedTuple):
 
 
 class LeftAloneError(DhelixError):
-    """A process of the job leaves the step alone, so all processes do."""
+    """A process of the job leaves the step alone (runs it without passes), so all processes must do so."""
 
 
 class Job:
-    """The processes that run a program together. The object serves one of them."""
+    """The processes that run a program together. Each of these processes has a `Job` object of its own."""
 
     def __init__(self, store: Any, processes: tuple[int, ...], own: int) -> None:
         """
@@ -313,7 +313,7 @@ def known() -> list[Job]:
 
 
 def timeout() -> float:
-    """Seconds to wait for other processes at a step's first run. Raises DhelixError if TIMEOUT has a bad value."""
+    """Seconds to wait for others, from DHELIX_AGREEMENT_TIMEOUT. Raises DhelixError if its value is no time above 0."""
     value = os.environ.get(TIMEOUT, "").strip()
     try:
         seconds = float(value) if value else DEFAULT_TIMEOUT
@@ -355,7 +355,7 @@ class _Waiting:
         return time.monotonic() - self._begin >= self._next_report
 
     def milliseconds(self) -> int:
-        """Timeout of the next call. It ends at the next report or deadline; it is short so that users can interrupt."""
+        """Time until the next report or the deadline, but at most _LONGEST_CALL, so that users can interrupt."""
         end = self._begin + min(self._next_report, self._patience)
         return max(1, int(1000 * min(_LONGEST_CALL, end - time.monotonic())))
 

@@ -1,1 +1,1 @@
-"""Measures how long operators, collectives and pairs of both take on the local GPUs."""
+"""Measures how long operators and collectives take on the GPUs of a job, alone and in pairs."""

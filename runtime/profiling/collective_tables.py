@@ -6,7 +6,7 @@ for several groups at once. This example makes the keys of the table and runs th
 
     keys = tables(jax.devices())                  # all-gather 65536B 2x1 groups=1 nccl, ...
     for program in programs(keys, jax.devices(), H200):
-        if program.takes_part:                    # False in processes of nodes that the groups leave out
+        if program.takes_part:                    # False in processes whose GPUs are in no group
             compiled = program.lower().compile()
             where = program.instances(compiled_module(compiled))  # {"all_gather.45": (key, repeat), ...}
             compiled(*program.arguments())        # once to connect the GPUs, then under the profiler
@@ -17,7 +17,7 @@ grouping. Each collective in the program depends on the previous one, so XLA can
     for repeat, key in ...:
         token = all_reduce_max(token)                              # all GPUs of all groups start together
         operand, token = optimization_barrier(buffer[key], token)  # a new value to XLA, so it merges no collectives
-        token = token + collective(operand)[0]                     # all results are used, each before the next
+        token = token + collective(operand)[0]                     # each result is used before the next collective
 
 `instances` finds each collective in the compiled program by its name scope, and compares the collective with its key.
 `seconds` combines the times of all GPUs in a trace into one time.
@@ -109,7 +109,7 @@ class Grouping:
 
 
 def groupings(nodes: int, gpus_per_node: int) -> list[Grouping]:
-    """Returns all groupings whose groups divide the nodes evenly.
+    """Returns all groupings whose groups divide the nodes, and the GPUs of a node, evenly.
 
     Each shape of group occurs with one group alone. If several groups of this shape fit, it also occurs with all of
     them at once. A shape of 2x1 means two GPUs on one node. One node of four GPUs gives 2x1 alone, two 2x1 at once, and

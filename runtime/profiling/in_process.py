@@ -1,7 +1,7 @@
 """Profiles a step in the process that runs it: the implementation of `train_step.profile(state, batch)`.
 
     process = this_process()                                  # its launch setting, link and GPUs
-    profile(process, lowered, compiled, (args, kwargs))       # measures what the profile's file lacks of the step
+    profile(process, lowered, compiled, (args, kwargs))       # measures the operators that the profile's file lacks
 
 `dhelix profile` starts a process for each launch setting. Here, the process is already running with a step of its own.
 So `launch_settings.setting_of` derives the setting from the environment and XLA flags. Both cases measure in the same
@@ -59,11 +59,12 @@ def this_process(link: str | None = None, options: Mapping[str, Any] | None = No
     """Describes this process.
 
     Args:
-      link: link between the process's GPUs, "nvlink" or "no-p2p". It is used if the environment does not tell the link.
+      link: link between the process's GPUs, "nvlink" or "no-p2p"; default: the link that NCCL_P2P_DISABLE implies.
       options: XLA options of the step that are not in XLA_FLAGS.
 
     Raises:
-      DhelixError: the process has no GPU, or its environment and options match no launch setting.
+      DhelixError: the process has no GPU, its environment and options match no launch setting, or `link` contradicts
+        NCCL_P2P_DISABLE.
     """
     if jax.default_backend() != "gpu":
         raise DhelixError(
@@ -84,13 +85,14 @@ def profile(
     again: bool = False,
     progress: Progress | bool = True,
 ) -> Profile:
-    """Measures the operators of a step whose times the profile's file lacks. Returns the file's new content.
+    """Measures those operators of a step that have no time in the profile's file. Returns the file's new content.
 
     Args:
       process: see `this_process`.
       lowered, compiled: the step as it will run.
       arguments: args and kwargs for `compiled`. They are not donated. If they contain `jax.ShapeDtypeStruct`s or
-        keywords, the step is not traced, and all its operators are run alone.
+        keywords, the step itself does not run. All times then come from programs that run its operators alone and in
+        pairs.
       out: the profile's file; default: the file that `dhelix profile` writes.
       pairs, again: see `Session`.
       progress: function that is called as in `Progress`; True writes lines to the log, and False reports nothing.
@@ -155,7 +157,7 @@ def measure_missing(
 ) -> Profile:
     """Measures what the session's profile lacks, and returns the extended profile.
 
-    If the profile lacks anything, the step itself is traced first.
+    If the profile lacks anything, the step itself runs under the profiler first.
 
     Args:
       session: the session.

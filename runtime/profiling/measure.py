@@ -107,8 +107,8 @@ class GpuMeasurer:
           options: XLA options of the executables.
           memory_bytes: memory on each GPU for the arguments of one program. The default is half of the memory that JAX
             may allocate.
-          marks: whether the trace may lack the instructions of kernels, because they run in CUDA graphs or on copy
-            engines; see `Program.marks`.
+          marks: whether work runs in CUDA graphs or on copy engines, so that the trace does not name its instructions;
+            see `Program.marks`.
 
         Raises:
           DhelixError: there is no GPU.

@@ -12,8 +12,8 @@ A plan contains the orders of bodies, such as the body of a loop. A body is divi
 segment lasts from the launch of its first operator to the launch of the next segment's first operator. So the times of
 all segments add up to the time of the body. The prediction uses the same definition. An operator counts as launched
 when two kinds of earlier work in program order have ended: all compute, and all collectives whose `done` instruction
-comes earlier. The operator's kernels begin later, because launches take time or the lane is still busy. If a body runs
-several times, the median time of each segment counts.
+comes earlier. The operator's kernels begin later, because launches take time or their CUDA stream is still busy. If a
+body runs several times, the median time of each segment counts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def of_trace(plan: Plan, path: str | Path) -> Measured:
 def _ran(plan: Plan, modules: Sequence[HloModule], profile: trace.Profile) -> tuple[HloModule, Sequence[Execution]]:
     """The plan's program that ran, and its executions.
 
-    If several programs of the trace fit the plan, the one that contains the most executions by name is returned.
+    Several programs of the trace may fit the plan. Then the program whose instructions name the most executions is
+    returned.
     """
     fitting = [module for module in modules if _fits(plan, module)]
     if not fitting:
@@ -166,7 +167,7 @@ def segment_seconds(
     sequence = computation.module.schedule[computation]
     counts = Counter(len(times[i]) for i in sequence if i in times)
     often = max(counts, key=lambda count: (counts[count], count), default=0)
-    steady = {i for i in sequence if i in times and len(times[i]) == often}  # not those whose runs the trace split
+    steady = {i for i in sequence if i in times and len(times[i]) == often}  # others: the trace split some executions
     opening = next((i for i in sequence if i in steady and not is_start(i)), None)
     found: list[dict[int, float]] = []
     for execution, opened in enumerate(times[opening] if opening else ()):

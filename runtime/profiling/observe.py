@@ -1,11 +1,11 @@
 """Runs a train step under the profiler, to measure how long its operators take within the step.
 
-    step = compiled_step(lowered)                                      # a session.Step: what there is to measure
-    step = observe(step, lowered, (state, batch), gpus_per_node=4)     # and times alone
+    step = compiled_step(lowered)                                      # a session.Step: the operators to measure
+    step = observe(step, lowered, (state, batch), gpus_per_node=4)     # adds times from a trace
 
-The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler. The second program is traced.
-Each run gets copies of the arguments, so the caller's arguments stay valid. All processes of a job call `observe`
-together.
+The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler. The profiler traces runs of the
+second program. Each run gets copies of the arguments, so the caller's arguments stay valid. All processes of a job call
+`observe` together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRACED_STEPS = 2
 
 
 def compiled_step(lowered: jax.stages.Lowered) -> Step:
-    """Compiles the step as it will run, and returns what there is to measure."""
+    """Compiles the step as it will run. Returns a `Step`, whose operators `session` measures."""
     return Step(compiled_module(lowered.compile()))
 
 

@@ -8,13 +8,16 @@ Measuring runs in batches, and `save` is called after each batch. So only the cu
 interrupted, and a second run continues where the first run stopped.
 
 Products and attention are measured at full clock, in bursts of BURST_SECONDS after a rest. Longer dense work would
-reach the GPU's power limit and slow down. `passes.costs.PowerLimit` estimates how much a whole step slows down.
+reach the GPU's power limit and slow down. `PowerLimit` (`passes/evaluation/costs.py`) estimates how much a whole step
+slows down.
 
 Operators alone come first, because their times decide which pairs are worth measuring. These pairs are measured:
-- each operator with each collective, in both orders, if both take MIN_SECONDS or more. (DHelix section 4.2, arXiv
-  2411.15871, measures all pairs of its table 2.)
-- all pairs of these operators: the longest operator of each kind, and the paper's operator bases;
-- some pairs of collectives, over the same GPUs and over different axes of the mesh.
+- each compute operator with each collective, in both orders. (DHelix section 4.2, arXiv 2411.15871, measures all pairs
+  of its table 2.)
+- all pairs of these compute operators: the longest one of each kind, and the paper's operator bases.
+- some pairs of collectives, with equal replica groups and with different ones.
+
+Operators and collectives shorter than MIN_SECONDS are left out.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ MIN_SECONDS = 20e-6
 """Operators and collectives that take less time are not measured in pairs, because their launch takes about as long."""
 ALONE_REPEATS, BURST_REPEATS, PAIR_REPEATS = 10, 5, 7
 BURST_SECONDS = 20e-3
-"""Estimated time of all repeats of products and attention in one measuring program."""
+"""Limit on the estimated time of all repeats of products and attention in one measuring program."""
 _BATCH = 120  # number of items in one measuring program
-_COLLECTIVE_PAIRS = 24  # number of pairs over the same GPUs, and number of pairs over different GPUs
+_COLLECTIVE_PAIRS = 24  # number of pairs with equal replica groups, and number of pairs with different ones
 
 Progress = Callable[[int, int, str], None]
 """A function of the number of finished items, the number of all items, and a text that says what comes next."""
@@ -56,8 +59,8 @@ class Step:
       module: the compiled, scheduled module.
       further: more compiled modules whose operators are measured too, such as the modules of `operator_bases`.
       bases: instructions of any of the modules. All pairs of bases that are not collectives are measured, too.
-      traced: times from a trace of the step in which operators run alone. For products and attention, such a time is
-        used only if the operator cannot be measured by itself, because a step does not run at full clock.
+      traced: times from a trace of the step in which operators run alone. A step does not run at full clock. So for
+        products and attention, such a time is used only if the operator cannot be measured by itself.
       gap_seconds: see `Section`.
     """
 
@@ -134,7 +137,7 @@ class Session:
         return self.profile.section(self.setting)
 
     def missing(self, step: Step) -> Wanted:
-        """What `run` would measure now. Pairs are included only if both sides are long enough by estimate."""
+        """What `run` would measure now. Pairs are included only if both are estimated to take MIN_SECONDS."""
         operators, refused = self._operators(step)
         known = Section(self.setting) if self._again else self.section
         alone = tuple(
@@ -187,7 +190,7 @@ class Session:
         return self.profile
 
     def _batches(self, items: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], int]]:
-        """The items of each measuring program, and the number of repeats. Products and attention are in bursts."""
+        """The items of each measuring program, and its number of repeats. Products and attention come in bursts."""
         others = [item for item in items if not _clocked(item.first.key)]
         yield from ((batch, ALONE_REPEATS) for batch in itertools.batched(others, _BATCH))
         estimator = Estimator(self.profile, self._hardware, self.setting)
@@ -271,7 +274,7 @@ def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome])
 
 
 def pairs_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
-    """A profile section with the outcomes of pairs. `items` must also contain both sides of each pair alone."""
+    """A profile section with the outcomes of pairs. `items` must also contain the two operators of each pair, alone."""
     together = list(zip(items, outcomes, strict=True))
     alone = section_of(setting, *zip(*(io for io in together if io[0].second is None), strict=True))
     pairs: dict[PairKey, PairTiming] = {}

@@ -10,7 +10,7 @@
     step_passes.py         makes the passes of one program from these lists
     collective_matmuls/    replaces collectives next to matrix products by collective matmuls
     microbatches/          `value_and_grad`: JAX's, or a loop over micro-batches
-    specialization.py      lowers, transforms and compiles the program for one kind of arguments
+    specialization.py      transforms and compiles the program for one kind of arguments
     plain_step.py          memory and time of the plain step, with which an interleaved step is compared
     verification.py        compares the results of two steps
 

@@ -1,4 +1,4 @@
-"""Defines the step that `@strand_interleave` makes. It replaces the user's function.
+"""Defines the step that `@strand_interleave` makes in place of the user's function.
 
 Arguments may hold Flax NNX objects, or leaves that are not arrays. Such arguments pass through a front (`frameworks`),
 which turns them into arrays for an inner step.
@@ -65,8 +65,9 @@ _numbers = itertools.count(1)  # each step gets the next number
 class InterleavedStep[**P, R]:
     """A train step. It is called like the function that it wraps, and is compiled once for each kind of arguments.
 
-    The first call with arguments of a kind lowers the function, runs the passes and compiles the result. If no pass
-    changes anything, the step runs as `jax.jit` would run it.
+    A kind is a combination of shapes, types, shardings and static values. The first call with arguments of a kind
+    lowers the function, runs the passes and compiles the result. If no pass changes anything, the step runs as
+    `jax.jit` would run it.
 
     Attributes:
       options: the options of the step, with its plan and profile loaded.
@@ -114,7 +115,7 @@ class InterleavedStep[**P, R]:
         self._lock = threading.RLock()
 
     def with_jit(self, jit: front_choice.Jit) -> InterleavedStep:
-        """Returns the same step with another `jit`. A front uses it as its inner step."""
+        """Returns the same step with another `jit`. The result is the inner step of a front."""
         return InterleavedStep(self._function, self.options, jit=jit)
 
     @_through_front
@@ -138,7 +139,7 @@ class InterleavedStep[**P, R]:
 
     @_through_front
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step as `lower` of `jax.jit` does, and applies the LOWERED passes.
+        """Lowers the step as `lower` of `jax.jit` does, and applies the passes of stage LOWERED, before XLA compiles.
 
         Arguments may be `jax.ShapeDtypeStruct`s. If dhelix is switched off, the result is the unchanged program.
         """
@@ -158,14 +159,14 @@ class InterleavedStep[**P, R]:
 
     @_through_front
     def preview(self, *args: Any, **kwargs: Any) -> Report:
-        """Reports what the LOWERED passes do for these arguments. This does not compile the step."""
+        """Reports what the passes of stage LOWERED do for these arguments. This method does not compile the step."""
         if not registration.on():
             return self._report_off()
         return self._specialize(self._key(args, kwargs), args, kwargs).preview()
 
     @_through_front
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Reports what the passes of all stages did. This compiles the step for these arguments if necessary."""
+        """Reports what the passes of all stages did. Compiles the step for these arguments if necessary."""
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             return self._specialize(key, args, kwargs).report() if on else self._report_off()
@@ -184,19 +185,20 @@ class InterleavedStep[**P, R]:
 
         Only operators whose times are missing in the file are measured. The operators are those of the step after its
         passes. The times are for the launch setting of this process. Each operator is measured alone. Two operators are
-        measured at once if their overlap may matter. Every batch of results is saved, so a call after an interruption
+        measured at once if their overlap may matter. Every batch of results is saved. So a call after an interruption
         continues where the interrupted call stopped. The arguments are not donated. All processes of a job must call
         this method together.
 
         Args:
-          *args, **kwargs: the step's arguments, or `jax.ShapeDtypeStruct`s, which take no memory. If they are arrays,
-            the running step is also traced. Operators other than products and attention get their times from the trace.
+          *args, **kwargs: the step's arguments, or `jax.ShapeDtypeStruct`s, which take no memory. With arrays and no
+            keyword arguments, the step also runs under the profiler. Operators other than products and attention then
+            get their times from this run.
           out: the profile's file; default: the file that `dhelix profile` writes.
           link: "nvlink" or "no-p2p"; the default follows from NCCL_P2P_DISABLE.
           pairs: whether pairs of operators are measured. If False, only single operators are measured.
           again: whether known operators are measured again.
-          progress: function that is called with the number of finished items, the number of all items, and the next
-            item. True writes log lines.
+          progress: function that is called with the number of finished items, the number of all items, and a text about
+            the next items. True writes log lines.
 
         Returns:
           The profile in the file, with the new times (seconds).
@@ -247,7 +249,7 @@ class InterleavedStep[**P, R]:
         return found, self._static_names
 
     def __reduce__(self) -> str:
-        """Makes pickle and copy refer to the step by its name, as for a function. So a copy is the step itself."""
+        """Makes pickle store the step by its name, like a function. `copy.copy` returns the step itself."""
         return self.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -271,7 +273,7 @@ class InterleavedStep[**P, R]:
             return self._fronts[kind]
 
     def _traced(self, microbatches: int, results: bool = False) -> Callable[..., Any]:
-        """The user's function, with `value_and_grad` splitting its batch into micro-batches.
+        """The user's function. Inside it, `value_and_grad` splits its batch into micro-batches.
 
         With `results`, the function returns the results of its calls of value_and_grad instead of its own results.
         """

@@ -127,20 +127,21 @@ class StepOptions(JitOptions):
             the collective. With strands, it takes the form only if the step is also predicted to be faster. A form,
             such as "ring" or "hybrid:4", replaces all collectives that can have it (docs/guide/collective_matmul.md).
             None means "auto" with schedule="intra_batch", and "off" otherwise. Unless the value is "off", dhelix keeps
-            custom calls out of the step's CUDA graphs. For a step that is already jitted, XLA_FLAGS must do this;
+            custom calls out of the step's CUDA graphs. For a step that is already jitted, XLA_FLAGS must keep them out;
             otherwise no kernels are used.
 
     Limits
         memory_limit: memory that the step may need on each GPU, arguments included, in bytes or as text such as
-            "60GiB". With None, the limit for "dp", "list" and plans is the plain step's total memory plus 3 %. To find
-            that memory, XLA schedules the plain step, too. Other schedules have no limit by default. If no order fits,
-            the plain step runs, and a line in the log names the smallest sufficient limit.
-        max_in_flight: largest number of collectives of one lane that may be in flight at once. With None, the passes
-            choose the number for which the step is fastest.
+            "60GiB". With None, the limit for "dp", "list" and plans is the plain step's total memory plus 3 %. For a
+            plan, it is at least the limit with which the plan was made. To find the plain step's memory, XLA schedules
+            the plain step, too. Other schedules have no limit by default. If no order fits, the plain step runs, and a
+            line in the log names the smallest sufficient limit.
+        max_in_flight: largest number of collectives of one lane that may be in flight at once. A lane is a CUDA stream
+            for communication. With None, the passes choose the number for which the step is fastest.
 
     Debugging
-        strict: whether dhelix raises an error instead of leaving the step alone. With `strict`, the step is interleaved
-            even if it is predicted to be slower.
+        strict: whether dhelix raises an error instead of leaving the step alone, that is, running it as `jax.jit`
+            would. With `strict`, the step is interleaved even if it is predicted to be slower.
         verify: whether the first call with arguments of a kind compares the results of the step with the results of the
             plain step (`runtime/step/verification.py`). The comparison uses copies of the arguments.
         passes: passes that replace the passes of the schedule (`runtime/step/pass_lists.py`).

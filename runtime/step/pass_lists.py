@@ -113,7 +113,7 @@ def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
 
 
 def made(listed: Iterable[Listed], options: StepOptions, **others: Any) -> tuple[Pass, ...]:
-    """Instantiates the passes of a list. A pass gets the options, and the `others`, for which it has fields."""
+    """Instantiates the passes of a list. The fields of a pass get the options and `others` of the same names."""
     said = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)} | others
     found: list[Pass] = []
     for one in listed:

@@ -1,8 +1,9 @@
 """Finds the memory that the plain step needs, and predicts its time. The plain step is the step without passes.
 
-The memory limit of an interleaved step follows from the plain step's memory (`memory_need.py`), and its gain is
-relative to the plain step's time (`passes/framework/gain.py`). Memory and time follow from the plain step's schedule.
-XLA may take seconds to schedule a large step, so the results are stored in the compilation cache's folder.
+The memory limit of an interleaved step follows from the plain step's memory (`memory_need.py`). The gain of an
+interleaved step is relative to the plain step's time (`passes/framework/gain.py`). Memory and time follow from the
+plain step's schedule. XLA may take seconds to schedule a large step, so the results are stored in the compilation
+cache's folder.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def memory_limit(step: str, options: StepOptions, plain: PlainStep | None) -> in
     """Returns the bytes that a step may need on each GPU; None if there is no limit.
 
     The limit is the user's `memory_limit`, if it is given. Otherwise it is the plain step's memory plus a slack
-    (`MemoryNeed.allowed`). A plan may always need as much memory as it was allowed when it was made. Without a limit
-    from the user, there is no limit for schedules without a default limit, for user-defined passes, and if the plain
-    step's memory is unknown. There is never a limit on devices other than GPUs.
+    (`MemoryNeed.allowed`). For a plan, this default is at least the limit with which the plan was made. There is no
+    default limit for some schedules (`StepOptions.limited`), for user-defined passes, and if the plain step's memory is
+    unknown. On devices other than GPUs, there is never a limit.
 
     Args:
       step: name of the step, for the log.
@@ -118,7 +119,7 @@ def memory_limit(step: str, options: StepOptions, plain: PlainStep | None) -> in
 
 
 def of_scheduled(module: HloModule, costs: Costs) -> StepParts:
-    """Predicts the parts of a scheduled step's time. The result also has the step's memory by live ranges."""
+    """Predicts the parts of a scheduled step's time. The result also has the step's memory, from live ranges."""
     need = memory_need.of_module(module)
     return step_parts(module, costs, need.total)
 

@@ -1,4 +1,4 @@
-"""Specializes a step for one kind of arguments: lowers and transforms it at once, compiles it at the first call."""
+"""Specializes a step for one kind of arguments: transforms its program at once, and compiles it at the first call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes
 _SLOWER = 0.05
 """The plain step runs if the interleaved step is predicted to take longer by more than this fraction.
 
-Predictions from a profile of the step have smaller errors.
+Predictions from a profile of the step have smaller errors than this.
 """
 
 
@@ -56,14 +56,14 @@ class Specialization:
     to HLO and back, reading a profile, or compilation of the transformed program. In all these cases, the step is left
     alone: its caller runs the plain step, and a line in the log says why. With `strict`, an error is raised instead.
 
-    A plan that does not fit is refused only when the compiler orders the program. Then the program already contains the
-    plan's replacements of collectives, so the step is compiled again without the plan.
+    A plan that does not fit is refused late, when the compiler orders the program. By then, the program contains the
+    plan's replacements of collectives. So the step is compiled again without the plan.
 
     Attributes:
       original: the lowered step before any pass.
       lowered: the step after the LOWERED passes; `original` if the step is left alone.
-      left_alone: whether the plain step runs. Its reasons are that no pass changed anything, something failed, memory
-        did not suffice, or the interleaved step is predicted to be slower.
+      left_alone: whether the plain step runs: because no pass changed anything, something failed, memory did not
+        suffice, or the interleaved step is predicted to be slower.
       verified: whether the step was compared with the plain step.
     """
 
@@ -137,7 +137,7 @@ class Specialization:
             return self._compiled
 
     def preview(self) -> Report:
-        """Reports what the LOWERED passes decided."""
+        """Reports what the passes of stage LOWERED decided."""
         if self._session is None:
             name = lowering.module_name(self.original)
             stage = pass_manager(self._options).not_run(Stage.LOWERED, name, self._why)
@@ -243,7 +243,7 @@ class Specialization:
         self._order = first_run.check_order(self._name, compiled, marker, self._job)
 
     def _drop_refused_plan(self, plan: Plan) -> None:
-        """Compiles the step again without the plan, if the plan replaced collectives before it was refused."""
+        """If the plan replaced collectives and was then refused, compiles the step again without the plan."""
         assert self._session is not None
         done = self._session.report()
         chosen = {one.name for one in alternatives(plan.collectives)}
@@ -266,10 +266,11 @@ class Specialization:
     def _keep_memory(self, limit: int) -> None:
         """Leaves the step alone if it needs more than `limit` bytes, arguments included, by the compiler's count.
 
-        The scheduling pass kept to the limit by live ranges, or refused. But the compiler's allocation also has gaps
-        between buffers. So if the step needs too much, it is compiled once more with a limit that is reduced by the
-        gaps. Without a limit from the user, the plain step is also compiled, because its memory by the compiler's count
-        gives the limit. If the interleaved step still needs too much, this compiled plain step runs.
+        The scheduling pass has counted live ranges, and either kept to the limit or refused. But the compiler's
+        allocation also has gaps between buffers. If the step needs too much and the user gave no limit, the plain step
+        is compiled, because its memory by the compiler's count may raise the limit. If the step still needs too much
+        and no pass refused, it is compiled once more, with a limit that is reduced by the gaps. If this does not
+        suffice, the plain step runs.
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:

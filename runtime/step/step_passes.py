@@ -35,7 +35,7 @@ def pass_manager(
       target: the GPUs that the program is for; None for other devices.
       lowered: the program. None: the passes are those for CPU devices, which need no costs.
       memory_limit: the effective limit in bytes (`plain_step.memory_limit`). It replaces the limit in `options`.
-      paired: sites where a collective matmul is possible, but the collective stays (`weighed`).
+      paired: sites whose collectives stay, although a collective matmul is possible there (`weighed`).
       step: label of the step in the log.
     """
     passes = options.passes
@@ -49,7 +49,7 @@ def _ordering(
 ) -> list[Pass]:
     """The passes that make strands and order them, by the schedule or plan.
 
-    For a pipeline, only the ordering passes are returned, because the pipeline's executor makes the strands.
+    For a pipeline, the LOWERED passes are left out, because the pipeline's executor makes the strands.
     """
     if options.plan is None:
         given = {} if target is None else {"model": target.model, "hardware": target.hardware}
@@ -71,9 +71,9 @@ def _ordering(
 def _collective_matmuls(
     options: StepOptions, lowered: jax.stages.Lowered | None, paired: tuple[Placed, ...]
 ) -> tuple[Pass, ...]:
-    """The collective-matmul passes. They run first, because other passes change collectives and orders.
+    """The collective-matmul passes. They run first, because other passes change collectives and their order.
 
-    If there are none, ExclusiveKernels still runs, because the user's own code may call kernels that need this pass.
+    If there are none, ExclusiveKernels runs alone, because the user's own code may call kernels that need it.
     """
     devices = [] if lowered is None else jax_compat.devices(lowered)
     planned = options.plan is not None and options.matmuls == AUTO  # the plan says what replaces its collectives

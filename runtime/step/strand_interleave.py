@@ -1,5 +1,7 @@
 """Defines the decorator `strand_interleave`. It makes a train step whose micro-batches run as two strands.
 
+While one strand runs the backward pass of a micro-batch, the other strand runs the forward pass of another one.
+
     @strand_interleave(donate_argnums=0)                    # the step has a loop over micro-batches, or
     @strand_interleave(microbatches=16, donate_argnums=0)   # it calls dhelix.value_and_grad
     def train_step(state, batch): ...

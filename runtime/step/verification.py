@@ -1,20 +1,21 @@
 """Implements `strand_interleave(verify=True)`: compares the results of two steps.
 
 There are two comparisons. Both use copies of the arguments, so donated arguments stay valid:
-1. `check_passes` compares the transformed step with the same step without passes. Passes do not reorder additions, so
-   the results are bit-equal unless XLA chose other fusions. Then they may differ by `TOLERANCE` of each leaf's largest
-   magnitude.
+1. `check_passes` compares the transformed step with the same step without passes. Results may differ by `TOLERANCE` of
+   each leaf's largest magnitude. They differ if XLA chose other fusions, or if a pass changed the order of additions
+   (`ReplicaSums`, for example). Otherwise they are bit-equal.
 2. With `microbatches=`, `check_microbatches` compares the loop over micro-batches of `value_and_grad` with a single
-   gradient computation over the whole batch. It compares losses and gradients, whose additions have another order in
-   the loop. This comparison detects a `reduce` that does not fit the loss.
+   gradient computation over the whole batch. It compares losses, gradients and auxiliary outputs. The loop adds in
+   another order, so they may differ by `LOOP_TOLERANCE`. This comparison detects a `reduce` that does not fit the loss.
 
-If the program computes in less than float32, both tolerances are at least two units of its narrowest type.
+If the program computes in less than float32, both tolerances are at least two units of its narrowest floating-point
+type. A unit is the value of the last bit of 1.0.
 
 Some leaves consist only of rounding errors, called noise here. For example, the gradient of an attention key's bias is
 zero in exact arithmetic, and Adam divides its noise by the noise's own size. Also, some steps give different results
 each time, because GPUs add atomically. So the plain step runs three more times: once on the same arguments, and twice
-on arguments whose last bit is changed up or down. The noise of a leaf is its largest change in these runs. A leaf may
-differ by `NOISE` times its noise.
+on arguments whose last bits are changed. The noise of a leaf is its largest change in these runs. A leaf may differ by
+`NOISE` times its noise.
 
 While a comparison runs, memory holds the results of the plain step and of one other run.
 """
@@ -108,8 +109,8 @@ def check_microbatches(
       microbatches, reduce: the step's options.
 
     Returns:
-      The result of the comparison. None if the step itself does not call `value_and_grad`. The results of calls by
-      functions that JAX traces separately are not known.
+      The result of the comparison. Calls of `value_and_grad` in functions that JAX traces separately (jit, scan,
+      shard_map) are not compared. None if there are no other calls.
     """
     relative = tolerance(lowered, LOOP_TOLERANCE)
     expected, noise = _result_and_noise(whole, lowered, args, kwargs)
@@ -209,9 +210,10 @@ def _result_and_noise(
 
 
 def _nudged(tree: Any, sign: int, unit: float) -> Any:
-    """Returns a copy of `tree`. Its floating-point leaves are alternately one unit larger and one unit smaller.
+    """Returns a copy of `tree` with changed last bits. In turn, floating-point leaves grow and shrink.
 
-    If `sign` is 0, the copy is unchanged. Signs 1 and -1 change each leaf in opposite directions.
+    A leaf changes by its type's last bit or by the fraction `unit`, whichever is larger. If `sign` is 0, nothing
+    changes. Signs 1 and -1 change each leaf in opposite directions.
     """
     leaves, treedef = jax.tree.flatten(copy_arguments(tree))
     for n, leaf in enumerate(leaves if sign else ()):
@@ -257,7 +259,7 @@ def compare(
       one_scale: whether the allowed difference of each leaf is relative to the largest magnitude of all leaves. This is
         for gradients. A gradient that is zero except for rounding, such as the gradient of an attention key's bias,
         has no scale of its own. Flax's fp8 histories are also among the gradients and may be much larger, so each
-        collection has its own scale.
+        Flax collection has its own scale.
     """
     names = [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     found = _all_differences(expected, actual)

@@ -1,15 +1,15 @@
 """Replaces collectives next to matrix products by collective matmuls.
 
-Before:                                      After, if a ring pays:
+Before:                                      After, if a ring is faster:
     g = bf16[8192,4096] all-gather(x)            p = collective-permute(x)
     y = bf16[8192,3584] dot(g, w)                y0 = dot(x, w)
-    z = bf16[8192,3584] dot(g, v)                ... dot(p, w) while the next part travels, and so on
+    z = bf16[8192,3584] dot(g, v)                ... dot(p, w) while the next part is sent, and so on
                                                  y, z: their parts, put together
 
 Contract
-    Consumes  a partitioned program with plain collectives, before they become asynchronous. On GPUs, a program has this
-              form at the stage PRE_SCHEDULER: after partitioner and simplifiers, before layouts and fusion. At the
-              stage LOWERED, on any backend, a program has only the collectives of shard_map.
+    Consumes  a partitioned program with synchronous collectives. On GPUs, a program has this form at the stage
+              PRE_SCHEDULER: after partitioner and simplifiers, before layouts and fusion. At the stage LOWERED, on any
+              backend, a program has only the collectives of shard_map.
     Makes     a program in place of each match (`sites.py`, `splicing.py`). The program has the form that `forms`
               chooses, such as a ring. The monolithic form leaves a match as it is.
     Leaves    everything else, with one note for each reason. If nothing is replaced, the module is unchanged.
@@ -63,8 +63,9 @@ class Forms(Protocol):
     def program(self, pattern: Pattern, form: Form) -> HloModule:
         """The form's module for one device, prepared by `splicing.prepare`. Equal arguments may return the same object.
 
-        The module's entry takes x and w of each product in turn. For a gather, it takes x once and then each w. The
-        entry returns a tuple with the result of each weight, and with the gathered x if `pattern.gathered`.
+        For a gather, the module's entry takes x and then each w. It returns the product with each w, followed by the
+        gathered x if `pattern.gathered`. For other kinds, the entry takes x and w of each product in turn. It returns
+        the sum of the products, reduced over devices.
         """
         ...
 
@@ -146,7 +147,10 @@ def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computatio
 
 
 def executed(entry: Computation) -> Iterator[Computation]:
-    """Yields each computation whose instructions run one by one, once. Callees of composites are not included."""
+    """Yields each computation whose instructions run one by one. Each comes only once.
+
+    Callees of composites are not included.
+    """
     for visit in visits(entry, once(lambda control: () if control.proto.is_composite else entered(control))):
         yield visit.computation
 
@@ -207,7 +211,7 @@ def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
 
 
 def _is_partly_manual(module: HloModule) -> bool:
-    """Whether a shard_map leaves axes to the compiler. Arrays in it are then larger than one device's part of them."""
+    """Whether a shard_map leaves mesh axes to the compiler. Arrays in it are then larger than one device's part."""
     attributes = module.proto.frontend_attributes.map
     axes = set(re.findall(r'"([^"]+)"=\d+', attributes.get("xla.sdy.meshes", "")))
     manual = (i.proto.frontend_attributes.map.get("xla.sdy.manual_axes") for i in graph.walk(module.entry))

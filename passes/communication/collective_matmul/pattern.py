@@ -1,11 +1,11 @@
 """A possible collective matmul in a program: what it computes (`Pattern`), and its instructions (`Match`).
 
-    x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
+    x [batch, rows of one device or of all, K]     w [K, columns]     result [batch, rows, columns]
 
-A `Pattern` and a form together determine the replacement of a match. Matches that compute the same share one pattern,
-so their replacement is lowered once. Whether a replacement saves time also depends on what else could overlap with the
-collective. So matches where both strands run and other matches get separate decisions (`Placed`). `sites.py` finds
-matches; this module checks which collectives and products qualify.
+A form is a way to execute a collective matmul, such as a ring. A `Pattern` and a form together determine the
+replacement of a match. Equal matches share one pattern, so their replacement is lowered once. Whether a replacement
+saves time also depends on what else could overlap with the collective. So matches at places where both strands run get
+a decision of their own (`Placed`). `sites.py` finds matches; this module checks which collectives and products qualify.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEFAULT_PRECISIONS = (b"", b"\n\x02\0\0")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A collective matmul as a program of its own, without the choice of a form.
+    """The function that a collective matmul computes. Its form (such as a ring) is chosen elsewhere.
 
     Its operands are x [batch, m, K] and w [K, columns]. Its results are [batch, m, columns]. Before a gather and after
     a scatter, m is the number of rows of one device. Otherwise, m is the number of rows of the whole group.
@@ -40,7 +40,7 @@ class Pattern:
       contractions: K of each product; the results of several products are summed.
       columns: columns of each weight; several weights share the gathered x.
       gathered: whether the gathered x is an additional last result.
-      transposed: whether all weights come as [columns, K].
+      transposed: whether all weights are given as [columns, K].
       axis: sizes (outside, axis, inside) of the row-major mesh of device ids. The collective runs along the second
         axis.
     """
@@ -144,7 +144,10 @@ class Unfit(Exception):
 
 
 def row_major_axis(groups: Groups) -> tuple[int, int, int] | None:
-    """Sizes (outside, axis, inside) of the row-major mesh in which `groups` are one axis; None if no mesh fits."""
+    """Sizes (outside, axis, inside) of the row-major mesh of device ids whose middle axis has the groups `groups`.
+
+    None if no mesh fits.
+    """
     size, count = len(groups[0]), sum(map(len, groups))
     if size < 2 or any(len(group) != size for group in groups):
         return None
@@ -202,7 +205,10 @@ def only_moves(instruction: Instruction) -> bool:
 
 
 def is_product(dot: Instruction) -> bool:
-    """Whether `dot` is a matrix product with default precision. Operands may have any number of dimensions."""
+    """Whether `dot` is a matrix product with default precision.
+
+    Operands may have any number of dimensions, but batch dimensions must have size 1.
+    """
     if dot.opcode != "dot" or dot.control_predecessors or is_marked(dot):
         return False
     kinds = {o.shape.element_type for o in dot.operands}

@@ -2,12 +2,13 @@
 
     forward     | product             | product, attention    |          | KERNEL (gathers)       | product, attention
     backward    | all-gather          | product               |          |          | product     |
-                  hidden: costs little, and slows the product            no all-gather, but nothing overlaps with it
+                  hidden: it takes little time, but slows the product    no all-gather, but nothing overlaps with KERNEL
 
-In a program with one strand, a collective matmul is chosen if it is faster when nothing else runs. With two strands,
-the other strand may hide the collective anyway. Nothing can overlap with the collective matmul, because its kernel
-occupies the whole GPU (`passes/ordering/exclusive_kernels.py`). So the predicted time of the whole step decides, and
-each prediction makes a new order of the step.
+KERNEL is a collective matmul. In a program with one strand, a collective matmul is chosen if it is faster when nothing
+else runs. With two strands, the other strand may hide the collective anyway. Nothing can overlap with the collective
+matmul, because its kernel occupies the whole GPU (`passes/ordering/exclusive_kernels.py`). So the predicted time of the
+whole step decides, and each prediction makes a new order of the step. F(i) and B(i) are the forward and the backward
+pass of micro-batch i of M:
 
     F(0)           one strand        KERNEL products  KERNEL products ...    nothing would hide the collectives
     B(i-1), F(i)   co-executed       products overlap with collectives       the other strand hides them
@@ -16,17 +17,17 @@ each prediction makes a new order of the step.
 There are two kinds of places: one strand runs there, or both. A pattern that occurs at both kinds gets a decision for
 each kind (`Placed`).
 
-1. `mark` (PRE_SCHEDULER) finds the sites for which a form would be chosen. It appends their numbers to the names of
-   collectives and products, because names survive until the module is scheduled.
+1. `mark` (PRE_SCHEDULER) finds the sites for which `Forms.choose` names a form. It appends the numbers of these sites
+   to the names of collectives and products, because names survive until the module is scheduled.
 2. `Trial` (POST_SCHEDULER, same program, all collectives in place) predicts the step's time with collective matmuls at
    the sites of some patterns. At such a site, the last product counts as a kernel that takes the form's time and
    overlaps with nothing. The collective and the other products take no time. So no program is built for a choice, and
    copies that a form makes are not counted.
-3. `choose` flips patterns one by one while the prediction improves. Patterns at places with one strand come first.
-   Their descent starts with all of them replaced. It uses the order search, which hides collectives that a quick order
-   leaves exposed. Patterns at places with two strands come next. They have two descents: one starts with none replaced,
-   one with all. Both use a quick order, because the search takes long there. The two kinds of places are separate
-   computations, so a decision at one kind does not change what is best at the other.
+3. `choose` changes the decision for one pattern at a time, while the prediction improves. Patterns at places with one
+   strand come first. Their descent starts with all of them replaced. It uses the order search, which hides collectives
+   that a quick order leaves exposed. Patterns at places with two strands come next. They have two descents: one starts
+   with none replaced, one with all. Both use a quick order, because the search takes long there. The two kinds of
+   places are separate computations, so a decision at one kind does not change what is best at the other.
 
 No program is changed, except for the names. Cost: at most MOST evaluations with a quick order, and MOST / 3 + 5 with
 the order search. The choice is deterministic.
@@ -59,9 +60,9 @@ MOST = 48
 """Maximum number of evaluations of a step with the quick order. Long steps get fewer evaluations (`_PLAYED`)."""
 _PLAYED = 60_000  # maximum number of instructions that these evaluations simulate
 MARGIN = 0.005
-"""Fraction of the step's time that collective matmuls must save. If none of them is at a co-executed place, the
-fraction is multiplied by `Trial.alone`. The fraction exceeds the error of predicted ratios in measured programs."""
-_GAIN = 1e-4  # fraction of the step's time that one flip must save; where one strand runs, times `Trial.alone`
+"""Fraction of the step's time that collective matmuls must save. If none of them is at a place where both strands run,
+the fraction is multiplied by `Trial.alone`. The fraction exceeds the error of predicted ratios in measured programs."""
+_GAIN = 1e-4  # fraction of the step's time that one change must save; times `Trial.alone` where only one strand runs
 _SITE = "dhelix_site_"
 _NUMBER = re.compile(rf"/{_SITE}(\d+)")
 
@@ -117,7 +118,7 @@ class Trial:
     Attributes:
       placed: pattern and place of each site that was found in the scheduled program, without duplicates, sorted.
       most: maximum number of evaluations with the quick order.
-      alone: fraction of the sites' communication that is not co-executed.
+      alone: fraction of the sites' communication time at places where only one strand runs.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Trial:
             self._module.schedule.update(self._original)
 
     def _remembered(self, order: Scheduler, instead: Collection[Instruction]) -> Scheduler:
-        """`order` with a cache. The key of a result is the computation, with the collective matmuls in it."""
+        """`order` with a cache. The key of a result is the computation, together with its collective matmuls."""
 
         def remembered(computation: Computation, *arguments: Any) -> list[Instruction]:
             asked = order, computation, frozenset(i for i in instead if i.computation is computation)
@@ -183,7 +184,7 @@ class Trial:
 
 
 def _scheduled(module: HloModule, candidates: Sequence[Candidate]) -> Iterator[_Scheduled]:
-    """The sites in a scheduled module. Sites that cannot be identified are left out, such as combined collectives."""
+    """The sites in a scheduled module. Sites that cannot be identified (combined collectives) are left out."""
     collectives: dict[int, list[Instruction]] = {}
     products: dict[int, list[Instruction]] = {}
     for computation in executed(module.entry):
@@ -218,7 +219,7 @@ class Weighed:
       seconds: predicted seconds of the step with collectives at all sites.
       seconds_all: predicted seconds with collective matmuls at all sites.
       seconds_taken: predicted seconds with collective matmuls at the sites of `taken`.
-      alone: fraction of the sites' communication that is not co-executed.
+      alone: fraction of the sites' communication time at places where only one strand runs.
     """
 
     taken: tuple[Placed, ...]
@@ -288,7 +289,10 @@ def _asked_once(trial: Trial, order: Scheduler, most: int) -> Callable[[frozense
 def _descended(
     taken: frozenset[Placed], free: Sequence[Placed], gain: float, seconds: Callable[[frozenset[Placed]], float]
 ) -> frozenset[Placed]:
-    """Flips the elements of `free` in turn. Keeps a flip if it saves a fraction `gain`. Returns the best choice."""
+    """Adds or removes the elements of `free` in turn, and returns the best choice found.
+
+    Keeps a change if it saves more than a fraction `gain` of the time.
+    """
     best, tried = seconds(taken), 0
     for placed in cycle(free):
         if tried == len(free):

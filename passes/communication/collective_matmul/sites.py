@@ -1,23 +1,23 @@
 """Finds collectives of an HLO computation that a collective matmul could replace together with their products.
 
-    all_gather_matmul        gather -> dot, dot, ...       all products that contract another dimension
-    matmul_reduce_scatter    dot + dot + ... -> scatter    a sum of products, such as the gradient of several weights
+    all_gather_matmul        gather -> dot, dot, ...       all products that contract a dimension that is not gathered
+    matmul_reduce_scatter    dot + dot + ... -> scatter    a sum of products, such as dy w^T + dz v^T
     matmul_all_reduce        dot + dot + ... -> all-reduce
 
 Between collective and product only moves (reshape, transpose, copy) and a conversion to a narrower type are allowed. A
-product of 16-bit numbers with a float32 result also qualifies, if its only user narrows the result again. A form rounds
-in the same way: it sums in float32 and rounds once. `passes/analysis/dimension_factors.py` follows dimensions through
-the moves, so rows, contraction and columns are known in any arrangement. A `Match` rearranges operands and results into
-one order:
+product of 16-bit numbers with a float32 result also qualifies, if its only user narrows the result again. A collective
+matmul rounds in the same way: it sums in float32 and rounds once. `passes/analysis/dimension_factors.py` follows
+dimensions through the moves, so rows, contraction and columns are known in any arrangement. A `Match` rearranges
+operands and results into one order:
 
-    x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
+    x [batch, rows of one device or of all, K]     w [K, columns]     result [batch, rows, columns]
 
-A gathered array may have other users: the weight's gradient contracts the gathered rows, or a stack holds residuals.
+A gathered array may have other users. For example, the product for a weight's gradient contracts the gathered rows.
 Then the gathered array is an additional result of the pattern. An earlier pass
 (`passes/communication/collective_canonicalization.py`) moves operations of XLA's partitioner out of the way.
 
-`find` changes nothing. A replacement of its matches is correct, but not always faster. The reason why a collective is
-left alone is one line of text. The text is the same for all collectives with this reason.
+`find` changes nothing. A replacement of its matches is correct, but not always faster. Each reason why collectives are
+left alone has one fixed text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ Users = dict[Instruction, list[Instruction]]
 
 
 def find(computation: Computation) -> Iterator[Match | str]:
-    """For every collective of the kinds above: its `Match`, or the reason why the collective is left alone."""
+    """For each all-gather, reduce-scatter and all-reduce: its `Match`, or the reason why it is left alone.
+
+    Skips collectives that already are part of a collective matmul.
+    """
     users = computation.users()
     ordered = {p for i in computation.instructions for p in i.control_predecessors}
     position = {i: n for n, i in enumerate(computation.instructions)}
@@ -145,7 +148,7 @@ def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction,
 def _readers(
     gather: Instruction, source: list[Factors], users: Users
 ) -> Iterator[tuple[Instruction | None, Instruction, list[Factors]]]:
-    """The readers of the gathered array, also through moves: (reader, value that it reads, factors of the value).
+    """The readers of the gathered array, direct or through moves: (reader, value that it reads, factors of the value).
 
     The reader is None if the value is the result of the computation.
     """
@@ -325,7 +328,7 @@ def _term(
     return _product(dot, dot, x, (held[0], [*rows, *k]), (batch, product(rows) // batch), (held[1], k, columns))
 
 
-# Shared by both directions
+# Shared by gathers and reductions
 
 
 def _product(

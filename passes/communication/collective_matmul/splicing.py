@@ -6,10 +6,10 @@
       s = tanh(r)                             ROOT tuple(dot(t, w))          dot.7 = dot(t.3, q)
                                                                              s = tanh(dot.7)
 
-`Splicer.import_entry` appends copies of the entry's instructions and callees of B to a computation of A, and returns
-the results of B's entry. Names become unique. Every collective gets its own channel and lists its groups explicitly,
-because B's mesh is not A's. Of B's metadata, only the name stack stays, below a name stack that the caller gives. Stack
-frames and source lines are dropped, because they are indices into B's tables.
+`Splicer.import_entry` appends copies of the instructions of B's entry to a computation of A, and copies their callees.
+It returns the results of B's entry. Names become unique. Every collective gets its own channel and lists its groups
+explicitly, because B's mesh is not A's. Of B's metadata, only the name stack stays, below a name stack that the caller
+gives. Stack frames and source lines are dropped, because they are indices into B's tables.
 
 `canonical_dots` gives products the form that XLA's simplifier produces (one row dimension, one column dimension and one
 contracting dimension). XLA expects this form in a module that has passed the simplifier.
@@ -97,7 +97,7 @@ class Splicer:
         stack: str,
         known: dict[Computation, Computation],
     ) -> None:
-        """Copies the instructions of `source` that are not in `values`. Also copies their callees, each one once."""
+        """Copies the instructions of `source` that are not in `values`. Also copies each of their callees once."""
         made = [i for i in source.instructions if i not in values]
         for instruction in made:
             for called in instruction.called:

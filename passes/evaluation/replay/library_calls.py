@@ -2,7 +2,8 @@
 
 XLA builds a module's cuDNN graphs once, before scheduling, and looks them up by a fingerprint of the call. The pass
 `operator-replay` makes its calls after scheduling. Such a call would find no graph when it runs. So this pass adds one
-call for each attention operator to the placeholder before XLA builds the graphs:
+call for each attention operator to the placeholder (the program that `operator-replay` will fill) before XLA builds the
+graphs:
 
     ENTRY main(p0: bf16[8388608], ...) -> f32[1] {
       call = (bf16[1,8,8192,128], f32[1,8,8192], u8[0]) custom-call(reshape of p0, ...)    as in the step
@@ -10,9 +11,9 @@ call for each attention operator to the placeholder before XLA builds the graphs
     }
 
 Contract: the pass keeps the parameters and the result's shape. It changes nothing if the program has no attention
-operators. It empties the workspace, the last result of a call, because XLA sets its size again. The pass is legal
-because nothing uses the placeholder's result: `operator-replay` replaces all instructions after scheduling. Cost: XLA
-compiles one more call per attention operator.
+operators. A call's last result is its workspace. The pass sets the workspace's size to 0, and XLA sets it again. The
+pass is legal because nothing uses the placeholder's result: `operator-replay` replaces all instructions after
+scheduling. Cost: XLA compiles one more call per attention operator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the instructions of a compiled step that can run alone, and their inputs.
 
-An operator is an instruction of the scheduled GPU module. There is one operator for each key. An operator is replayed
-as XLA compiled it, so it needs only inputs. The inputs depend on what the operator reads in the step:
+An operator is an instruction of the scheduled GPU module. There is one operator for each profile key. An operator is
+replayed as XLA compiled it, so it needs only inputs. The inputs depend on what the operator reads in the step:
 
   - a constant: the same constant;
   - a scalar integer or flag, such as the layer index of a dynamic-slice: zero, which is in range;
@@ -139,8 +139,9 @@ def find_operators(
       key_of: gives the key of an instruction or of the start of an async pair; None if the instruction costs nothing.
 
     Returns:
-      One operator for each key, in the order of first execution. Then, for each key without an operator, the name of
-      its first instruction, and the reason why this instruction cannot run alone.
+      First, one operator for each key, in the order of first execution. Second, a pair for each key without an
+      operator: the name of its first instruction, and the reason why this instruction cannot run alone. An instruction
+      without a key that cannot run alone has a pair, too.
 
     Raises:
       DhelixError: the module is not scheduled.
@@ -184,7 +185,7 @@ def bring(module: HloModule, operator: Operator, workspaces: Mapping[str, Any]) 
 
 
 def library_workspaces(placeholder: Computation) -> dict[str, Any]:
-    """Maps the `call_signature` of each library call that `LibraryCalls` added to the shape of its workspace.
+    """Maps `call_signature` to the shape of the workspace, for the library calls that `LibraryCalls` added.
 
     XLA looks up a cuDNN graph by the call, including the call's workspace. In a step compiled without a GPU, workspaces
     are empty.
@@ -253,7 +254,7 @@ def _inside(instruction: Instruction) -> Instruction:
 
 
 def _given(instruction: Instruction) -> tuple[Instruction, ...]:
-    """The step's value of each operand of the inner instruction."""
+    """The step's value of each operand of `instruction`, or of the instruction inside an async pair."""
     core = _inside(instruction)
     if core is instruction:
         return tuple(core.operands)

@@ -11,8 +11,8 @@ signature stays:
       replay_1_first_0-done = ... async-done(replay_1_first_0-start)
       replay_0_first_1 = ...                                                 the next repeat
 
-XLA assigns streams to async pairs (`execution_stream_assignment.cc`). A start waits for the work launched so far on its
-stream of origin; a done makes that stream wait. So two operators run at once like this:
+XLA assigns streams to async pairs (`execution_stream_assignment.cc`). A start waits for the work launched so far on the
+stream that issues it. A done makes that stream wait for the pair. So two operators run at once like this:
 
   - A collective first: its pair has its own stream. The second operator is between the pair's start and done.
   - Compute first: an async pair sends it to a further compute stream. A second compute operator stays on the main
@@ -159,8 +159,8 @@ def parse_name(name: str) -> tuple[int, str, int] | None:
     """Returns the item, side and repeat of an instruction; None if it belongs to no measurement.
 
     The side is `first`, `second`, `copy` (must not be counted) or `mark` (an item begins here).
-    The name may be one that XLA changed (`replay_3_first_0.1`, `.remat`), that of either end of a pair, or a trace's
-    `outer::inner`.
+    XLA may have added to the name (`replay_3_first_0.1`, `.remat`). It may be the name of a start or a done, or
+    `outer::inner` from a trace.
     """
     found = _NAME.findall(name)
     if not found:

@@ -8,20 +8,20 @@ order gets its own bound, with constraints that hold in that order only. The lea
     lane         | gather a |   | gather b | scatter c |
     compute      x     | y       | z                      | w
 
-In the picture, x begins before a is done and ends after a is done. y ends before b is done. For each compute and each
+In the picture, y begins before a is done, and ends after a is done and before b is done. For each compute and each
 collective, variables tell whether the compute begins, and whether it ends, after the collective is done. These
 constraints hold for the variables:
 
 - Compute meets a collective only if the compute ends after the previous collective is done and begins before this
   collective is done.
-- Compute that needs y begins after y has ended.
+- Compute that depends on other compute begins after the other has ended.
 - If compute begins before a is done and ends after b is done, b lies completely within that compute.
 - A collective begins while compute runs only if the previous collective on the lane ends during that compute.
 
 *The bound is valid.* Every legal order of instructions has one order of collectives per lane. The begin and end times
 of the legal order define these variables, and all constraints are true statements about such times. If no legal order
 with a given order of the collectives is faster than the best known order, that order of the collectives does not lower
-the bound. CP-SAT's effort first goes to all orders equally, then always to the order with the least bound.
+the bound. CP-SAT's effort first goes to all orders of the collectives equally, then to the one with the least bound.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from dhelix.passes.ordering.exact.problem import Problem
 
 _MOST = 250  # limit on the orders of collectives; if there are more, the order is left open
 _ENOUGH = 0.02  # a gap below this fraction of the best known time is good enough with an open order
-_OPEN, _FIRST = 0.18, 0.68  # fractions of the effort: open order, all orders equally; the least bound gets the rest
+_OPEN, _FIRST = 0.18, 0.68  # fractions of the effort: open order, all orders equally; the rest raises the least bound
 _AGAIN = 1.5  # growth of the effort each time the order with the least bound is solved again
 _LEAST = 1e-3  # effort that each bound costs at least, so that the loop ends
 
@@ -112,7 +112,7 @@ class _Bounds:
         self.cp_sat, self.left = cp_sat, effort
 
     def find(self, model: Overlap, effort: float, known: int) -> tuple[int, bool]:
-        """A lower bound of the makespan in nanoseconds, at least `known`, and whether more effort cannot raise it."""
+        """Returns a lower bound of the makespan in nanoseconds, at least `known`, and whether it is final."""
         solver = self.cp_sat.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.linearization_level = 2

@@ -1,6 +1,6 @@
 """The integer programs of `order.py`, in nanoseconds. `order.py` explains their constraints.
 
-    Overlap     which compute meets (overlaps with) which collective, in which way and for how long; no times
+    Overlap     which compute meets (overlaps with) which collective, in which way, and for how long, but not when
     Schedule    the same, and when everything begins and ends
 
 `Overlap` is a relaxation of `Schedule` and much smaller. `bound.py` adds constraints that hold for one order of the
@@ -43,12 +43,14 @@ class Way:
 
 
 class Overlap:
-    """The program that decides which compute hides which collective, without times.
+    """The program that decides which compute hides which collective, but not when.
+
+    `horizon` is a limit in seconds on all times.
 
     Attributes:
       length: duration of each compute instruction, its pause included.
       flight: duration of each collective from its begin to its end.
-      waiting, paused: nanoseconds of each collective during which compute waits, and during which compute pauses.
+      waiting, paused: for each collective, nanoseconds for which compute waits for it, or pauses while it runs.
       launches: nanoseconds for which compute pauses before each collective.
       met: for each pair of compute and collective that may overlap, the ways in which the two may meet.
       last: for each such pair, whether the collective is done while the compute runs.
@@ -129,7 +131,7 @@ class Overlap:
                 model.add(self.earlier[earlier, c] == 1)
 
     def _collective(self, c: int, lane: Sequence[int]) -> None:
-        """Constraints on the work and length of collective `c`, and on the compute that it begins or overlaps with."""
+        """Constraints on the work and length of collective `c`, and on the compute that it overlaps with."""
         model = self.model
         met = {x: ways for (x, other), ways in self.met.items() if other == c}
         ways = [way for found in met.values() for way in found]
@@ -144,7 +146,7 @@ class Overlap:
         others = sum(self.launches) - self.launches[c]
         model.add(self.paused[c] <= (int(pause * NANO) + 1) * sum(way.so for way in ways) + others)
         model.add_at_most_one(self.last[x, c] for x in met)
-        for x, (running, first, _) in met.items():  # compute that ends before the collective lies within it
+        for x, (running, first, _) in met.items():  # compute that ends before the collective ends overlaps in full
             for way in () if self.problem.compute[x].loop else (running, first):
                 whole = int(self.problem.compute[x].seconds / way.of_compute * NANO) - 1
                 model.add(way.beside >= whole * way.so - whole * self.last[x, c])
@@ -153,7 +155,7 @@ class Overlap:
         for x, (running, _, second) in met.items():
             if len(self.lanes) == 1 and not others:  # otherwise the collective may begin while compute waits or pauses
                 model.add(running.so <= sum(opening))
-            if not self.problem.compute[x].loop:  # c begins while x runs only because an earlier collective ends then
+            if not self.problem.compute[x].loop:  # c can begin while x runs only if an earlier collective ends then
                 there = [way.so for o in lane if o != c for way in self.met.get((x, o), ())[:2]]
                 model.add(second.so <= sum(there))
 

@@ -1,24 +1,26 @@
 """The exact model of a small body: an order found by OR-tools' CP-SAT, and a lower bound on the time of any order.
 
-A search tells how fast its order is, but not how much faster another order could be. Here one integer program covers
-all legal orders of a computation's instructions. Its relaxation gives the lower bound:
+A search tells how fast its order is, but not how much faster another order could be. Here an integer program covers all
+legal orders of a computation's instructions. Its relaxation gives the lower bound:
 
     found = exact_order(computation, sequence, costs, limits)
     found.seconds        # 6.41e-3: the evaluator's time of found.order
     found.bound          # 6.33e-3: no order is faster by the evaluator; found.gap is 1.2 %
 
-The model suits bodies of a hundred instructions. No pass uses the model for scheduling. `dhelix plan --bound` reports
-how much any order could still gain.
+The model suits bodies of about a hundred instructions. No pass uses the model for scheduling. `dhelix plan --bound`
+reports the most that another order could gain.
 
 The model has one interval for each instruction that takes time (`problem.py`). Either compute x and collective c do not
 overlap, or they meet in one of three ways: c was running before x began, c began with x ("first"), or c began while x
 ran ("second"). They overlap for y seconds at rates r_x and r_c, which depend on the way. T_x and T_c are the times of x
-and of c alone, w is the time that c waits for its last GPU, and p is the pause before x:
+and of c alone. p is the pause before x, and w is the time that c waits for its last GPU. The rest of c runs while
+compute pauses (for q seconds) or waits for c (for e seconds):
 
-    length of x      p + T_x + sum (1 - r_x) y              lengthened by its collectives
-    e                T_c + w - sum r_c y - q                compute pauses for q and waits for e of c's time
+    length of x      p + T_x + sum (1 - r_x) y              slowed by its collectives
+    e                T_c + w - sum r_c y - q                what is left of c after overlaps and pauses
     length of c      sum y + q + e
-    makespan         at least sum of lengths of x + sum of pauses before c + sum of e of one lane, and every end
+    makespan         at least (sum of lengths of x) + (sum of pauses before c) + (sum of e of one lane);
+                     at least every end
 
 More constraints follow from how the evaluator works:
 
@@ -27,12 +29,12 @@ More constraints follow from how the evaluator works:
   ends while x runs.
 - c begins with or during at most one x. If x begins with c or after c, and ends before c is done, all of x overlaps
   with c.
-- If c must wait for x, x meets no collective that runs after c on the lane of c. If x must wait for c, x meets no
-  collective that runs before c on the lane of c.
+- If c depends on x, x meets no collective that runs after c on the lane of c. If x depends on c, x meets no collective
+  that runs before c on the lane of c.
 
-There are two programs (`model.py`). The program without times (`Overlap`) reaches its bound quickly. The complete
-program (`Schedule`) yields orders. If the program without times leaves a large gap, each order of the collectives gets
-its own bound (`bound.py`). Of the bounds of both programs, the greater one counts.
+There are two programs (`model.py`). The smaller one (`Overlap`) does not say when anything begins or ends, and reaches
+its bound quickly. The complete program (`Schedule`) yields orders. If `Overlap` leaves a large gap, each order of the
+collectives gets its own bound (`bound.py`). Of the bounds of both programs, the greater one counts.
 
 *The bound is valid.* Every legal order, simulated by the evaluator, gives numbers that satisfy all constraints, with
 the evaluator's makespan. So the least makespan of the model is not above the time of the fastest order. A lower bound
@@ -45,8 +47,8 @@ knows. This only enlarges the set of solutions and lowers the bound. The ignored
   separately.)
 - Only collectives in flight run while compute pauses for a launch. (The model lets any collective run then.)
 
-A loop counts as the compute in it, and slows nothing. Times are whole nanoseconds, and each constraint is loosened by
-the possible rounding loss.
+The length of a loop is the time of the compute in it. A loop slows no collective, and no collective slows a loop. Times
+are whole nanoseconds, and each constraint is loosened by the possible rounding loss.
 
 CP-SAT runs on one thread for a deterministic amount of work and with a fixed seed, so every host finds the same order.
 """
@@ -66,7 +68,7 @@ from dhelix.passes.ordering.exact.problem import Problem
 from dhelix.passes.ordering.order_rules import Limits
 
 _MOST = 250  # limit on instructions that take time; larger models need gigabytes of memory
-_SHARE = 0.85  # fraction of the effort that the program without times gets
+_SHARE = 0.85  # fraction of the effort that `Overlap` gets
 
 
 class TooLargeError(DhelixError):
@@ -102,7 +104,9 @@ def exact_order(
     start: Sequence[Instruction] | None = None,
     effort: float = 60.0,
 ) -> ExactOrder:
-    """Finds the fastest order that fits into memory, from `sequence`, `start` and the model's orders, and the bound.
+    """Finds the fastest order that fits into memory, and a lower bound on the time of every order.
+
+    The candidates are `sequence`, `start` and orders from the model. `sequence` counts even if it does not fit.
 
     Args:
       sequence: a legal order, which defines the order of accesses to shared buffers.
@@ -130,7 +134,7 @@ def exact_order(
 
 
 def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[int, bool]:
-    """A lower bound of the makespan in nanoseconds, and whether a solution reaches this bound."""
+    """Returns a lower bound of the makespan in nanoseconds, and whether a solution reaches this bound."""
     engine = cp_sat.CpSolver()
     engine.parameters.num_workers = 1
     engine.parameters.linearization_level = 2  # proves small bodies faster
@@ -153,7 +157,7 @@ def solver() -> Any:
 
 
 class _Best:
-    """The fastest order so far that fits into memory. The first order counts even if it does not fit."""
+    """The fastest of the offered orders that fit into memory. The first order counts even if it does not fit."""
 
     def __init__(self, problem: Problem, costs: Mapping[Instruction, Cost], limits: Limits) -> None:
         self.problem, self.costs, self.limits = problem, costs, limits

@@ -2,7 +2,7 @@
 
     compute       an instruction on the compute lane; a loop as a whole
     collective    from its start to its done, on its lane; a synchronous one blocks compute
-    free          compute and a collective that may overlap in some legal order
+    free          said of compute and a collective that can overlap in some legal order
 
 Instructions that take no time only connect other instructions. Dependencies are followed through them.
 """
@@ -127,7 +127,7 @@ class Problem:
         return bool(self._before[compute.place] >> collective.end & 1)
 
     def compute_before(self, x: int) -> list[int]:
-        """The nearest compute that precedes compute `x` in every legal order."""
+        """Indices of the compute that directly precedes compute `x` in every legal order (see `predecessors`)."""
         return self.predecessors(self.compute[x].place)[0]
 
     def _may_meet(self, place: int, collective: Collective) -> bool:
@@ -143,7 +143,10 @@ class Problem:
         return self._player.rates(compute.instruction, collective.instruction, first, running)
 
     def predecessors(self, place: int) -> tuple[list[int], list[int]]:
-        """The nearest compute and collectives that end before the instruction at `place` can begin, as indices."""
+        """Indices of the compute, and of the collectives, that must end before the instruction at `place` begins.
+
+        Only the nearest count: what must end before another of these begins is left out.
+        """
         before = self._before[place]
         events = [(c.place, c.place) for c in self.compute] + [(c.end, c.start) for c in self.collectives]
         earlier = _union(self._before[begin] for end, begin in events if before >> end & 1)
@@ -154,12 +157,12 @@ class Problem:
         )
 
     def launched_before(self, collective: Collective) -> list[int]:
-        """Collectives of the same lane whose start precedes the start of `collective` in every legal order."""
+        """Indices of collectives of the same lane whose start precedes that of `collective` in every legal order."""
         before = self._before[collective.start]
         return [n for n, c in enumerate(self.collectives) if c.lane is collective.lane and before >> c.start & 1]
 
     def done_before(self, collective: Collective) -> list[int]:
-        """Collectives whose done precedes the start of `collective` in every legal order."""
+        """Indices of collectives whose done precedes the start of `collective` in every legal order."""
         return [n for n, c in enumerate(self.collectives) if self._before[collective.start] >> c.end & 1]
 
     def orders(

@@ -1,11 +1,13 @@
-"""The executable schedules by name.
+"""The schedules that the executor can run, by name.
 
 name             layout         chunks of a stage    program
-w                fold           2                    lockstep, both strands on every stage
-interleaved_si   interleaved    `chunks_per_stage`   lockstep, both strands on every stage
+w                fold           2                    lockstep, SI blocks
+interleaved_si   interleaved    `chunks_per_stage`   lockstep, SI blocks
 1f1b             linear         1                    branches
 interleaved      interleaved    `chunks_per_stage`   branches
-dualpipev        fold           2                    branches, co-executes too
+dualpipev        fold           2                    branches, SI blocks
+
+An SI block is a forward and a backward that a stage co-executes.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _MAKERS = {
 }
 SCHEDULES = tuple(_MAKERS)
 LOCKSTEP = ("w", "interleaved_si")
-"""Schedules with both strands on every stage; their programs have no branches."""
+"""Schedules in which all stages run SI blocks in the same ticks. Their programs have no branches."""
 INTERLEAVED = ("interleaved_si", "interleaved")
-"""Schedules with a free number of chunks per stage."""
+"""Schedules for which the user chooses the number of chunks per stage."""
 
 
 def layout_of(name: str, layers: int, stages: int, chunks_per_stage: int = 2) -> Layout:
@@ -50,7 +52,11 @@ def layout_of(name: str, layers: int, stages: int, chunks_per_stage: int = 2) ->
 
 
 def make_schedule(name: str, layout: Layout, microbatches: int) -> Schedule:
-    """Schedule `name` on its layout (from `layout_of`)."""
+    """Makes the schedule `name`, one of SCHEDULES. `layout` comes from `layout_of`.
+
+    Raises:
+      DhelixError: the name is unknown, the schedule needs another layout, or there is no micro-batch.
+    """
     _check(name)
     return _MAKERS[name](layout, microbatches)
 

@@ -2,7 +2,8 @@
 
 A stage co-executes a forward and a backward that cross the stages in opposite directions.
 
-Stage d of P stages holds chunk d ("down") and chunk 2P - 1 - d ("up"). With M micro-batches, it runs, in this order:
+Stage d of P stages holds chunk d ("down") and chunk 2P - 1 - d ("up"). F is a forward, and B is a backward. With M
+micro-batches, stage d runs, in this order:
 
     1   2 (P - 1 - d)       times   F down
     2   d + 1               times   F down, F up
@@ -14,12 +15,13 @@ Stage d of P stages holds chunk d ("down") and chunk 2P - 1 - d ("up"). With M m
 
 In the first round of step 4, the last stage runs F down and B up separately. This shortens the bubble. The original
 schedule splits some backwards into gradients of inputs and gradients of weights, and fills bubbles with gradients of
-weights. The backward of dhelix computes both at once, so these bubbles stay. A step with fewer than 2P micro-batches
-uses the schedule for 2P micro-batches, without the missing micro-batches.
+weights. The backward of dhelix computes both at once, so these bubbles stay. A training step with fewer than 2P
+micro-batches uses the schedule for 2P micro-batches, without the missing micro-batches.
 
 The W schedule has the same layout and co-executes a forward and a backward, too. In the W schedule, the two cross the
-stages in the same direction. The bubble of DualPipeV is shorter, but its residuals need one chunk more. DualPipeV is
-not lockstep: one stage may co-execute while another stage goes one way only. So the program needs branches.
+stages in the same direction. The bubble of DualPipeV is shorter, but a stage holds the residuals of one chunk more.
+DualPipeV is not lockstep: one stage may co-execute while another stage runs only a forward or only a backward. So the
+program needs branches.
 
 Sources: `dualpipev.py` in DeepSeek-AI's DualPipe, and the "cut in half" version of DualPipe by Sea AI Lab.
 """
@@ -50,7 +52,7 @@ def dual_pipe_v(layout: Layout, microbatches: int) -> Schedule:
 
 
 def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
-    """The work of `stage` in order: the cells of `_steps`, with numbers of micro-batches and chunks."""
+    """The work of `stage` in order: the cells of `_steps`, as pairs (micro-batch, chunk)."""
     chunks = (stage, 2 * stages - 1 - stage)
     forwards, backwards = ([count(), count()] for _ in range(2))
     return [
@@ -63,7 +65,7 @@ def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
 
 
 def _steps(stages: int, microbatches: int, stage: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yields each cell of a stage as (forward, backward). Each of the two is DOWN, UP, or None for no such work.
+    """Yields each cell of a stage as (forward, backward). Each of them is the chunk, DOWN or UP, or None for no work.
 
     Comments number the steps as in the module's docstring.
     """

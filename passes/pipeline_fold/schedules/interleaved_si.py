@@ -1,10 +1,10 @@
-"""Interleaved SI: the SI blocks of the W schedule on the layout of interleaved 1F1B.
+"""Interleaved SI (strand interleaving): the SI blocks of the W schedule on the layout of interleaved 1F1B.
 
 An SI block co-executes a forward and a backward. P is the number of stages, M the number of micro-batches, and v the
 number of chunks per stage. If P divides M and v is at least 2, the bubble is at most half of W's.
 
-As in interleaved 1F1B, micro-batches run through the v chunks of a stage in groups of P, forward and backward. In
-interleaved 1F1B, a stage goes one way per tick. In interleaved SI, all stages go both ways in a tick, in lockstep.
+As in interleaved 1F1B, micro-batches run through the v chunks of a stage in groups of P. In interleaved 1F1B, a stage
+runs either a forward or a backward in a tick. In interleaved SI, all stages run both in a tick, in lockstep.
 Micro-batch m starts in tick t = vP (m div P) + m mod P. Its chunk c runs forward in tick t + c and backward in tick t +
 2vP - 1 - c:
 
@@ -17,21 +17,21 @@ Micro-batch m starts in tick t = vP (m div P) + m mod P. Its chunk c runs forwar
 The results of a tick are used in the very next tick. If P does not divide M, the last group is a full group without the
 missing micro-batches.
 
-Cost: if P divides M, vP ticks go forward only, vM + P - 1 - vP ticks do both, and vP ticks go backward only. If all
-chunks have the forward time f and the backward time b, the step takes (vM + P - 1)(f + b), and a stage's own work takes
-vM (f + b). The bubble is (P - 1) / (v M), as in interleaved 1F1B. But all ticks except the warm-up and the cool-down
-are SI blocks. If P does not divide M, the bubble is at most W's.
+Cost: if P divides M, vP ticks have only forwards, vM + P - 1 - vP ticks have both, and vP ticks have only backwards. If
+all chunks have the forward time f and the backward time b, the step takes (vM + P - 1)(f + b), and a stage's own work
+takes vM (f + b). The bubble is (P - 1) / (v M), as in interleaved 1F1B. But all ticks except the warm-up and the
+cool-down are SI blocks. If P does not divide M, the bubble is at most W's.
 
-Residuals: forwards are (v + 1) P - 1 ticks ahead of their backwards on average. So stage 0 holds the residuals of (v +
-1) P - 1 chunks, each 1 / (v P) of the model. Other stages hold fewer, but have as many slots, because all stages run
-the same program. W needs the residuals of 2P chunks, each 1 / (2P) of the model:
+Residuals: on stage 0, a backward runs (v + 1) P - 1 ticks after its forward, on average over the chunks. So stage 0
+holds the residuals of (v + 1) P - 1 chunks, each 1 / (v P) of the model. Other stages hold fewer, but have as many
+slots, because all stages run the same program. W needs the residuals of 2P chunks, each 1 / (2P) of the model:
 
     stages              2       4       8
     v = 2           1.25    1.375    1.44     times W's residuals
     v = 4           1.125    1.19    1.22
 
-Messages: a stage sends v messages per micro-batch and direction, because each tick ends with one message. In W, a stage
-sends two messages.
+Messages: for each micro-batch, a stage sends v activations and v cotangents, one of each kind in a tick. In W, a stage
+sends two of each kind.
 
 Interleaved SI combines DHelix section 4.1 (W without the fold) with interleaved 1F1B (`one_forward_one_backward.py`).
 """

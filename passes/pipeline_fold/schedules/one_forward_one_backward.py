@@ -1,10 +1,10 @@
-"""1F1B and interleaved 1F1B, the schedules of Megatron-LM. They are the baselines for the fold.
+"""1F1B and interleaved 1F1B, the schedules of Megatron-LM. They are the baselines for the W schedule (`w_schedule.py`).
 
 P is the number of stages, and M the number of micro-batches.
 
-1F1B uses the linear layout. Stage d first runs P - d forwards. Then it alternates between a backward and a forward. On
-stage d, the forward of micro-batch m is in tick 2m + d, and the backward is in tick 2m + 2P - 1 - d. So each cell holds
-a forward or a backward:
+1F1B uses the linear layout. Stage d first runs P - d forwards. Then backwards and forwards alternate. On stage d, the
+forward of micro-batch m is in tick 2m + d, and the backward is in tick 2m + 2P - 1 - d. So a stage has at most one of
+the two in a tick:
 
     P = 3, M = 4      0    1    2    3    4    5    6    7    8    9   10   11
     stage 0          F0        F1        F2   B0   F3   B1        B2        B3
@@ -15,11 +15,11 @@ Interleaved 1F1B gives each stage v chunks. This shortens the bubble to (P - 1) 
 and more residuals. Micro-batches run through the chunks in groups of P. Stage d starts with (v - 1) P + 2 (P - 1 - d) +
 1 forwards. If P does not divide M, the last group is a full group without the missing micro-batches.
 
-Neither schedule is lockstep: a stage runs only its own work. Neighbours rendezvous when they exchange messages, so both
-should do equal work between two rendezvous:
+Neither schedule is lockstep: a stage runs only its own work. Neighbouring stages rendezvous when they exchange
+messages. Between two rendezvous, both stages should do equal work:
 
-    1F1B           rendezvous every other tick, after a forward and a backward in either order
-    interleaved    rendezvous in each tick, so all stages go the same way in a tick, alternately forward and backward
+    1F1B           rendezvous every other tick; until then, each stage runs a forward and a backward, in either order
+    interleaved    rendezvous in each tick, so each tick has only forwards or only backwards, alternately
 
 If P divides M, a stage waits only for messages that it needs.
 
@@ -68,7 +68,7 @@ def _check_microbatches(microbatches: int) -> None:
 
 
 def _order(layout: Layout, microbatches: int, stage: int) -> list[Pair]:
-    """The work of `stage` in order. The last group of micro-batches is filled up."""
+    """The work of `stage` in order. Padding micro-batches fill the last group of micro-batches."""
     stages, chunks = layout.stages, layout.chunks_of(stage)
     groups = range(0, microbatches, stages)
     forwards = [(first + m, chunk) for first in groups for chunk in chunks for m in range(stages)]

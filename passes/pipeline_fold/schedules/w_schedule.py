@@ -1,4 +1,4 @@
-"""The W schedule on the folded layout: both strands cross the stages in the same direction and are co-executed there.
+"""The W schedule on the folded layout: a stage co-executes a forward and a backward that cross the stages together.
 
 P is the number of stages, and M the number of micro-batches. A new micro-batch starts every two ticks. Chunk c of
 micro-batch m runs forward in tick 2m + c and backward in tick 2m + 4P - 1 - c. Stage s holds chunks s and 2P - 1 - s.
@@ -16,15 +16,16 @@ and its chunk 2P - 1 - s backward. It sends both results down, to the next stage
 chunk 2P - 1 - s forward and chunk s backward. It sends both results up, to the previous stage. The last stage keeps the
 results that would go down.
 
-The schedule is lockstep: 2P ticks go forward only, 2M - 2 ticks do both, and 2P ticks go backward only. A stage without
-work of its own computes along, and its results are masked. If all chunks have the forward time f and the backward time
-b, the step takes (2P + 2M - 2)(f + b), and a stage's own work takes 2M (f + b). The bubble is (P - 1) / M, as in 1F1B
-(the paper prints p / (m - 1)).
+The schedule is lockstep: 2P ticks have only forwards, 2M - 2 ticks have both, and 2P ticks have only backwards. A stage
+without work of its own computes, too, and its results are masked. If all chunks have the forward time f and the
+backward time b, the step takes (2P + 2M - 2)(f + b), and a stage's own work takes 2M (f + b). The bubble is (P - 1) /
+M, as in 1F1B (the paper prints p / (m - 1)).
 
-Residuals: when chunk c of a micro-batch starts, 2P - c micro-batches of that chunk are live. So stage s holds the
-residuals of 2P - s micro-batches for its first chunk, and of s + 1 micro-batches for its second chunk. A hand-over
-within the tick saves one slot. So every stage needs 2P slots, or 2P + 1 without the hand-over. 2P slots hold the
-residuals of P micro-batches of a whole stage. This is what 1F1B needs on its first stage.
+Residuals: when a forward of chunk c starts, the residuals of this chunk are live for 2P - c micro-batches, the new one
+included. So stage s holds the residuals of 2P - s micro-batches for its first chunk, and of s + 1 micro-batches for its
+second chunk. A hand-over saves one slot: a forward takes the slot that the backward of the same tick frees. So every
+stage needs 2P slots, or 2P + 1 without the hand-over. 2P slots hold the residuals of P micro-batches for both chunks of
+a stage. The first stage of 1F1B needs as much memory.
 
 Source: DHelix section 4.1, figures 7 and 8 (arXiv 2411.15871).
 """

@@ -1,21 +1,22 @@
 """ZB-V (zero-bubble V): a schedule on the folded layout. Each backward has two parts, and one part can fill bubbles:
 
-    D   gradients of a chunk's inputs: the previous stage waits for them
-    W   gradients of its weights: nobody waits for them, so they run when the stage would be idle
+    D   gradients of a chunk's inputs: the backward of the previous chunk waits for them
+    W   gradients of a chunk's weights: no other work waits for them, so they run when the stage would be idle
 
-The executor does not run ZB-V, because its backward computes both parts at once. A simulation of the stages in time
-finds the order of work greedily. F is a forward, P the number of stages, and M the number of micro-batches. A free
-stage runs the first of these steps that can start:
+The executor does not run ZB-V, because the executor's backward computes both parts at once. A simulation of the stages
+in time finds the order of work greedily. F is a forward, P the number of stages, and M the number of micro-batches. A
+free stage runs the first of these steps that can start:
 
-    1   D of the lowest micro-batch                      others wait for it
-    2   F of the second chunk, then F of the first one   unless P micro-batches are on the stage, 1F1B's memory
-    3   W of the oldest D
+    1   D of the lowest micro-batch    other stages wait for it
+    2   F of the second chunk
+    3   F of the first chunk           if fewer than P micro-batches hold residuals of this chunk: the memory of 1F1B
+    4   W of the oldest D
 
 The greedy order depends on the times of F, D and W. The order for the given times is not always the fastest. So
-`zero_bubble_v` also tries orders for a few other times and the order of the W schedule, and takes the best order.
-Therefore the bubble is never larger than the bubble of 1F1B. If F, D and W take the same time and P divides M, the
-bubble is (P - 1) / (6 M). This is the least possible bubble: the last stage starts P - 1 forwards late and is never
-idle again.
+`zero_bubble_v` also tries the orders for a few other times and the order of the W schedule, and takes the fastest
+order. Therefore the bubble is never larger than the bubble of 1F1B. If F, D and W take the same time and P divides M,
+the bubble is (P - 1) / (6 M). This is the least possible bubble: the last stage cannot start before P - 1 forwards have
+run on the other stages, and it is never idle after that.
 
 A stage frees the residuals of a chunk after W.
 
@@ -50,7 +51,11 @@ class _Step(NamedTuple):
 
 
 def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> StagePrograms:
-    """The tasks of each stage, for `evaluation.evaluate_programs`. Raises DhelixError if the layout is no fold."""
+    """The tasks of each stage; `evaluation.evaluate_programs` computes their cost.
+
+    Raises:
+      DhelixError: the layout is not folded, or there is no micro-batch.
+    """
     check_folded(layout)
     if microbatches < 1:
         raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
@@ -66,7 +71,7 @@ def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> St
 
 
 def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[list[_Step]]:
-    """The order of each stage if F, D and W take the times `tried`."""
+    """The greedy order of each stage if F, D and W of a chunk take the times `tried`."""
     times = dict(zip("FDW", tried, strict=True))
     stages = [_Stage(layout, microbatches, stage) for stage in range(layout.stages)]
     reads = functools.cache(functools.partial(_reads, layout.chunks - 1))
@@ -89,7 +94,7 @@ def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[lis
 
 
 class _Stage:
-    """The work of a stage so far, in order. The stage is busy until `free_at`."""
+    """The steps that a stage has begun, in `order`. The stage is busy until `free_at`."""
 
     def __init__(self, layout: Layout, microbatches: int, stage: int) -> None:
         self.order: list[_Step] = []
@@ -148,7 +153,7 @@ def _reads(last: int, step: _Step) -> tuple[_Step, ...]:
 
 
 def _times_of(layout: Layout, times: dict[str, Fraction], costs: PipelineCosts) -> dict[tuple[str, int], Fraction]:
-    """The time of a step, by kind and chunk."""
+    """The time of each step for one micro-batch, by kind (F, D or W) and chunk."""
     time_of = {
         (kind, chunk): layers * time for kind, time in times.items() for chunk, layers in enumerate(layout.chunk_layers)
     }

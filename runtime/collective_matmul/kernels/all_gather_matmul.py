@@ -8,22 +8,24 @@
       warpgroups 0, 1    others' tiles  gathered[1] @ w, as soon as the counter of these rows is full
 
 One persistent grid (`hopper_gemm`) walks all tiles of the result: first tiles of own rows, then tiles of other devices'
-rows in the order of arrival. There is no break between devices. Warp 0 of a block's memory warpgroup loads tiles.
-Before it loads rows of another device, it waits for the counter of these rows. Warp 1 pulls rows piece by piece,
-directly from their owner. There is no ring, so no device waits for a step of another device.
+rows in the order of arrival. There is no pause between the rows of two devices. Warp 0 of a block's memory warpgroup
+loads tiles. Before it loads rows of another device, it waits for the counter of these rows. Warp 1 pulls rows directly
+from their owner, piece by piece (a piece is what one TMA copy moves). There is no ring, so no device waits for a step
+of another device.
 
-`arrived[source, tile of rows, chunk of k]` counts batches of pieces in this device's `gathered`. The writer of a batch
-adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release). The reader acquires, and fences the
-proxies before its TMA. Writer and reader are blocks of the same device, so only the rows themselves cross the link.
+The counter `arrived[source, tile of rows, chunk of k]` counts batches of pieces in this device's `gathered`. The writer
+of a batch adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release). The reader acquires, and fences
+the memory proxies before its TMA load. Writer and reader are blocks of the same device, so only the rows themselves
+cross the link.
 
 Between devices:
     start    A peer's `x` is valid only while the peer's kernel runs. Before that, another operation may use the memory.
-             XLA zeroes the counters, and then launches the kernel. The devices meet while each multiplies its own tiles
-             (`device_barrier.Meeting`).
-    end      A peer may reuse the memory of its `x` once its kernel ends. So each block that has read its share adds 1
+             XLA zeroes the counters, and then launches the kernel. While each device multiplies its own tiles, it waits
+             until all peers have begun (`device_barrier.Meeting`).
+    end      A device may reuse the memory of its `x` once its kernel ends. So each block that has read its share adds 1
              to the counter `left` of every peer, and block 0 waits for all blocks of all peers. So `x` outlives all
              its readers. Updates of these counters are the only writes to a peer's memory. All updates arrive before
-             the kernel ends.
+             the peer's kernel ends.
 
 Legality: the kernel works along one mesh axis. Its devices need NVLink or other peer access, but not NVSHMEM. The
 kernel holds its SMs until all peers have read its rows. So no NCCL collective may be in flight on these devices: kernel
@@ -31,9 +33,10 @@ and collective could each wait for SMs that the other holds. Results are bitwise
 each element, in the order of k.
 
 Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), plus zeroing the counters. This is faster than
-NCCL's gather followed by cuBLAS's GEMM (docs/research_log.md). A kernel that pushed its rows to its peers was slower:
-each update of a counter on a peer was a release at system scope, which stalls the copying warp.
-DistFuse (section 3) calls this immediate communication. Here, communication comes before the GEMM, not after it.
+NCCL's gather followed by cuBLAS's GEMM (docs/research_log.md). A kernel that pushed its rows to its peers was slower.
+Each update of a counter on a peer was a release at system scope, which stalls the copying warp.
+DistFuse (section 3) uses the name "immediate communication" for communication inside the GEMM's kernel. Here, it comes
+before the GEMM of a tile, not after it.
 """
 
 from __future__ import annotations
@@ -73,10 +76,9 @@ _SMALL_TIME = 0.77  # measured time of a small tile relative to a large tile; a 
 def default_tiles(site: Site) -> Tiles:
     """Returns the tiles that take the least time (`Gemm.rounds` times the time of a tile), with a number of chunks.
 
-    A tile of the result begins when the first of `chunks` parts of its rows has arrived. If a device has more rounds of
-    own tiles, other devices' rows have more time to arrive. Then fewer chunks, and so fewer counters, are enough. The
-    thresholds in `_with_chunks` were chosen by measurement. If there is less than one round of own tiles, large tiles
-    leave some SMs without an own tile, and small tiles are better.
+    The rows of a tile arrive in `chunks` parts along k, and its GEMM begins when the first has arrived. A round is
+    one tile on each cluster. If a device has more rounds of own tiles, other devices' rows have more time to arrive.
+    Then fewer chunks, and so fewer counters, are enough. The thresholds in `_with_chunks` were chosen by measurement.
     """
     costs = [(tiles, cost, _gemm(site, tiles)) for tiles, cost in ((_LARGE, 1.0), (_SMALL, _SMALL_TIME))]
     times = {tiles: gemm.rounds * cost for tiles, cost, gemm in costs if gemm.refusal() is None}
@@ -101,7 +103,7 @@ def all_gather_matmul_kernel(
     Args:
       x: [m, k], this device's rows.
       w: [k, n], of x's dtype.
-      axis_name: one axis of the mesh, in the order of the rows.
+      axis_name: one axis of the mesh. The result has the devices' rows in the order of this axis.
       tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:
@@ -150,7 +152,7 @@ def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
 
 
 def _plan(site: Site, tiles: Tiles | None) -> GatheredGemm:
-    """The plan for `site`. Pieces of the result are as wide as shared memory allows, next to all other buffers."""
+    """The plan for `site`. Pieces of the result are as wide as possible while all buffers fit into shared memory."""
     tiles = default_tiles(site) if tiles is None else _with_chunks(site, tiles)
     transfer = Transfer(tiles.chunks or 1)
     for store_columns in (64, 32):
@@ -244,7 +246,7 @@ def _copy(
     staged: Any,
     loaded: Any,
 ) -> None:
-    """Pulls this block's share of the pieces into this device's `gathered`: first from the peers, then own rows."""
+    """Copies this block's share of the pieces into this device's `gathered`: first the peers' rows, then own rows."""
     transfer = plan.transfer
     me = lax.axis_index(axis)
     peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]

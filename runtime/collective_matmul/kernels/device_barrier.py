@@ -5,18 +5,20 @@ device may write to a peer, or read a peer's results, before the peer's kernel h
 additional kernel before each launch, which all devices leave together. That kernel takes longer than this rendezvous
 (docs/research_log.md).
 
-    words, on each device, written by itself and read by all:   stamp | seen of the next device | of the one after | ...
+    words of a device (only this device writes them, and all devices read them):    stamp | seen[1] | seen[2] | ...
+    seen[i]: the last stamp that this device has read from the device i places further on
 
-    1  stamp = this moment
-    2  repeat: read every peer's stamp, and what the peer has seen of this device; copy the stamps into `seen`;
-       until all peers have seen this device's stamp
+    1  stamp = the current time
+    2  repeat: read every peer's stamp, and the stamp of this device that the peer has seen; copy the peers' stamps into
+       `seen`; until all peers have seen this device's stamp
     3  copy the stamps once more, then let this device's blocks go on
 
 Legality:
 - Before a peer has begun, its words hold arbitrary data, and reading them does no harm. A word counts as an answer only
   if its 8 bytes equal this device's current stamp. Words of earlier calls hold earlier stamps. So a peer that has seen
   this stamp has begun this call, and all earlier work of the peer is done.
-- In step 2, a device may copy a word before the peer has written its stamp there. In step 3, this is impossible.
+- In step 2, a device may copy a word before the peer has written its stamp there. In step 3, this is impossible,
+  because all peers have written their stamps.
 - A device's kernel must not exit before its peers have read which stamps it has seen. Kernels exit only after they have
   received everything that every peer sends. Some of this data comes from blocks that have waited for the rendezvous.
   (In `summed_matmul` these are all blocks except blocks whose first tile belongs to their own device.)
@@ -49,7 +51,7 @@ PARAMS = plgpu.CompilerParams(skip_device_barrier=True)  # for kernels with a `M
 
 
 def words(devices: int) -> jax.ShapeDtypeStruct:
-    """The additional result that a kernel needs. It holds the two 32-bit halves of each word."""
+    """The type of the additional result that holds a device's words. A word has 64 bits, as two int32."""
     return jax.ShapeDtypeStruct((devices, 2), jnp.int32)
 
 
@@ -59,7 +61,7 @@ class Meeting:
 
     Attributes:
       axis: the axis's name.
-      words: see `words`; in global memory.
+      words: this device's words in global memory, of the type that the function `words` returns.
       begun: counter of this device. It becomes 1 when all other devices have begun.
     """
 
@@ -68,7 +70,7 @@ class Meeting:
     begun: Any
 
     def meet(self) -> None:
-        """Runs the rendezvous. Only one warp of one block may call it; then `wait` returns in all blocks."""
+        """Runs the rendezvous. Only one warp of one block may call it. Afterwards, `wait` returns in all blocks."""
         devices, me = lax.axis_size(self.axis), lax.axis_index(self.axis)
         peers: list[Any] = [{self.axis: lax.rem(me + step, jnp.int32(devices))} for step in range(1, devices)]
         _meet(self.words, [plgpu.remote_ref(self.words, peer) for peer in peers])
@@ -80,7 +82,7 @@ class Meeting:
 
 
 def _meet(own: Any, others: list[Any]) -> None:
-    """Runs steps 1 to 3 of the module's docstring. `others[i]` are the words of the device i + 1 places further on."""
+    """Runs steps 1 to 3 of the module's docstring. `others[i]` has the words of the device i + 1 places further on."""
     refs = tuple(plgpu.RefType() for _ in range(1 + len(others)))
 
     @plgpu.inline_mgpu(arg_types=refs)

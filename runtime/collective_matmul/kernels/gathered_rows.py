@@ -84,7 +84,7 @@ class GatheredGemm:
 
     @property
     def batches(self) -> int:
-        """Number of batches of pieces in the rows of all devices, over all blocks of this device."""
+        """Number of batches of pieces in the rows of all devices. The blocks of this device share the work on them."""
         return self.devices * self.row_tiles * self.transfer.chunks * self.chunk_batches
 
     @property
@@ -111,7 +111,7 @@ class GatheredGemm:
         return gemm.refusal(transfer.shared_bytes)
 
     def order(self, me: jax.Array) -> gemm_tiles.Order:
-        """The order of the tiles: first own tiles, then tiles of the other devices, which take turns by row tile."""
+        """The order of the tiles: first own tiles, then tiles of other devices, which alternate from row to row."""
         own_rows = self.rows // self.gemm.cluster_rows
         columns, band, peers = self.gemm.column_tiles, self.gemm.tiles.group, self.devices - 1
         own_place = gemm_tiles.banded(own_rows, columns, band)
@@ -151,6 +151,6 @@ class GatheredGemm:
 
 
 def divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder."""
+    """Quotient and remainder of `number` by `by`, as int32."""
     number = jnp.int32(number)  # with JAX_ENABLE_X64 a loop's counter is wider
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

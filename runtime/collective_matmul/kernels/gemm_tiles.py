@@ -27,10 +27,10 @@ MEMORY_GROUP = 2
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of an SM's 65536 registers
 SHARED_BYTES = 227 * 1024  # shared memory of an SM that one block may have
 PIECE_ROWS = 64  # rows of one wgmma
-_MOST_HELD = 64 * 256  # most elements of a part; its sums and the previous rounded part take 192 registers
+_MOST_HELD = 64 * 256  # most elements of a part; its sums and the previous rounded part take 192 registers per thread
 _HALF_TIME = 0.56  # measured time of a half tile relative to a whole tile
 _BARRIER_BYTES = 1024  # more than all barriers take, alignment included
-_STEPS_BETWEEN = 4  # the most steps along k from one turn to the next; chosen by measurement
+_STEPS_BETWEEN = 4  # the most steps along k between two turns (`Gemm.turn_steps`); chosen by measurement
 
 
 class Tile(NamedTuple):
@@ -45,11 +45,11 @@ Order = Callable[[jax.Array], Tile]
 
 
 class Place(NamedTuple):
-    """The place of a warpgroup's part of a tile, or of a piece of it.
+    """The place of a warpgroup's part of a tile, or of a piece of the part.
 
     Attributes:
       number: the tile's number, the argument of `order`.
-      row, column: the first element, in the whole result.
+      row, column: row and column of the first element in the whole result.
     """
 
     number: jax.Array
@@ -69,10 +69,11 @@ class Gemm:
       dtype: type of operands and result.
       tiles: sizes of the tile of one block. `tiles.wide` is the dimension along which the two compute warpgroups of the
         block split the tile.
-      cluster: number of blocks in a cluster, which share the columns of w.
+      cluster: number of blocks in a cluster. These blocks share the columns of w.
       store_columns: width of the pieces in which a warpgroup stores its part.
       store_slots: number of slots in shared memory for these pieces, per warpgroup.
-      halves: whether the tiles of the last round may be cut in two if this shortens the last round.
+      halves: whether the tiles of the last round may be cut in two if this shortens the round. A round is one tile on
+        each cluster.
       splits: number of blocks that share the contraction of a tile (`split_sums`).
     """
 
@@ -110,7 +111,7 @@ class Gemm:
 
     @property
     def turn_steps(self) -> list[int]:
-        """The steps along k at which the previous tile's part has its turns: one turn for each piece, and two more."""
+        """The steps along k at which the previous tile's part is processed (turns): one per piece, and two more."""
         turns = len(self.pieces(self.part)) + 2
         between = max(1, min(_STEPS_BETWEEN, (self.steps - 2) // (turns - 1)))
         return [min(1 + between * turn, self.steps - 1) for turn in range(turns)]
@@ -149,7 +150,10 @@ class Gemm:
         return self.k // self.tiles.tile_k // self.splits
 
     def tile_and_split(self, number: jax.Array) -> tuple[jax.Array, jax.Array | int]:
-        """For tile `number` of all clusters, the number of its place in the result and the number of its split."""
+        """Returns the number of a tile of the result, and the number of its split.
+
+        The argument `number` counts the splits of all tiles, over all clusters.
+        """
         if self.splits == 1:
             return number, 0
         return lax.div(number, jnp.int32(self.splits)), lax.rem(number, jnp.int32(self.splits))

@@ -1,14 +1,17 @@
 """Stores a warpgroup's part of a tile, or adds other devices' parts to it, while the next tile is multiplied.
 
+Pieces of the part are processed one after the other, in turns. `staged` is the memory for parts that other devices have
+sent:
+
     turn          Storing                            Adding (others' parts of the same tile, from `staged`)
       0           piece 0 -> slot 0 -> its place     pieces 0 of all sources -> slots                 (TMA)
       1           piece 1 -> slot 1 -> its place     piece 0 + slots, in float32 -> last slot -> its place;
                                                      pieces 1 of all sources -> slots
       ...         ...                                ...
 
-Until all turns are over, a part waits in registers, rounded (`Held`). If the next tile has enough steps, several steps
-lie between two turns (`Gemm.turn_steps`). So a load that one turn starts has completed at the next turn. Loading each
-piece only when it is needed was much slower (docs/research_log.md).
+Until all turns are over, the part stays in registers, rounded (`Held`). If the next tile has enough steps, several
+steps lie between two turns (`Gemm.turn_steps`). So a load that one turn starts has completed at the next turn. Loading
+each piece only when it is needed was much slower (docs/research_log.md).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _AHEAD_COLUMNS = 192  # columns of all pieces that `Adding.finish` has in flight
 
 
 class Held(NamedTuple):
-    """A warpgroup's part of a tile, rounded, and its place."""
+    """A warpgroup's part of a tile, rounded to the result's type, and its place in the result."""
 
     part: jax.Array
     place: Place
@@ -72,9 +75,9 @@ class Storing:
 
 @dataclass(frozen=True)
 class Adding:
-    """Adds parts of other sources to a held part in float32, and stores the rounded sum.
+    """Adds the parts of several sources to a held part in float32, and stores the rounded sum.
 
-    Each compute warpgroup has its own instance. A source is a device whose part lies in `staged`.
+    Each compute warpgroup has its own instance. A source is a device whose part of the same tile is in staging memory.
 
     Attributes:
       gemm: the GEMM. `behind` needs more slots than there are sources.

@@ -10,11 +10,12 @@
                                rows of x, columns of w -> slot           for example store it
 
 The ring of `steps` slots for operands continues from tile to tile. A finished tile is processed while the next tile is
-multiplied (`held_parts`). Until then it waits in registers, rounded, so it takes half as many registers as its sums.
-Immediate stores would be slower: two of four pieces would have to leave shared memory before the next tile begins, on
-all SMs at once. This delay is longest if results go to another GPU.
+multiplied (`held_parts`). Until then, it stays in registers, rounded, so it takes half as many registers as its float32
+sums. Immediate stores would be slower: two of four pieces would have to leave shared memory before the next tile
+begins, on all SMs at once. This delay is longest if results go to another GPU.
 
-If the last round would occupy half of the SMs or less, its tiles are cut in two along the rows:
+A round is one tile on each cluster. If the last round would occupy half of the clusters or less, its tiles are cut in
+two along the rows:
 
     3 clusters, 4 tiles      0 0 0 0 | 3 3 3 3      ->      0 0 0 0 | 3 3       time of a tile and a half instead of two
                              1 1 1 1 |                      1 1 1 1 | 3'3'

@@ -2,10 +2,10 @@
 
     out = sum over devices of  x @ w        x [m, k], w [k, n], out [m, n], whole on all devices
 
-With two shots (as in prefill), the kernel works like `matmul_reduce_scatter`, but owners store their sums into the
-results of all devices. With one shot (as in decode), every device sends its tiles to all devices, which saves a hop.
-One shot is used if the product is one wave of tiles and little data. `summed_matmul` has the picture, and describes
-legality and determinism.
+The kernel has two ways to send tiles. With two shots (as in prefill), it works like `matmul_reduce_scatter`, but the
+owner of a tile stores the sum into the results of all devices. With one shot (as in decode), every device sends its
+tiles to all devices, which saves a hop. One shot is used if the product is one wave of tiles (at most one tile per SM)
+and little data. `summed_matmul` has the picture, and describes legality and determinism.
 
 Cost: max(GEMM, 2 (devices - 1) / devices of the product over the link), plus sending the last wave of tiles. Small
 tiles shorten the last wave, and large tiles multiply faster; `default_tiles` chooses.
@@ -30,7 +30,7 @@ _DECODE = Tiles(64, 128, 64, 7, "N", 8)
 _LARGE_DEPTH = 8192  # from this contraction on, large tiles save more time than their longer last wave costs
 _SPLIT_DEPTH, _VERY_DEEP, _MOST_SPLITS = 4096, 14336, 4
 _READING = 64  # number of blocks that saturate the memory when they read w
-_ONE_SHOT_BYTES = 4 << 20  # if a device sends up to so many bytes, latency dominates
+_ONE_SHOT_BYTES = 4 << 20  # if a device sends at most this many bytes, latency dominates
 
 
 def default_tiles(site: Site) -> Tiles:
@@ -38,10 +38,10 @@ def default_tiles(site: Site) -> Tiles:
 
     - Flat tiles have 64 rows. They are chosen if one shot is enough, or if the rows are not a multiple of 128. With one
       shot, several blocks share a contraction if this is faster (`splits_for`).
-    - Large tiles are chosen for long contractions. They have three steps, so that all pieces of a tile have room in
+    - Large tiles are chosen for long contractions. They have `steps = 3`, so that all pieces of a tile have room in
       shared memory. Their blocks form no clusters. A quarter of a wave of each other device's tiles comes first.
-    - Small tiles are chosen otherwise. They have four steps, so that pieces have 64 columns (128 bytes). They form
-      clusters of two blocks if the rows divide. Half a wave of each other device's tiles comes first.
+    - Small tiles are chosen otherwise. They have `steps = 4`, so that pieces have 64 columns (128 bytes). They form
+      clusters of two blocks if the rows are divisible. Half a wave of each other device's tiles comes first.
 
     All these numbers were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
@@ -55,7 +55,7 @@ def default_tiles(site: Site) -> Tiles:
 
 
 def shots_for(site: Site, tiles: Tiles) -> int:
-    """The number of shots: 1 if the product is one wave of tiles and takes few bytes to send to all devices, else 2."""
+    """The number of shots: 1 if the product is one wave of tiles and is small enough to send to all devices, else 2."""
     sent = 2 * site.rows * site.columns * (site.axis_size - 1)
     return 1 if _blocks(site, tiles) <= H200_SMS and sent <= _ONE_SHOT_BYTES else 2
 
@@ -81,9 +81,10 @@ def splits_for(site: Site, tiles: Tiles) -> int:
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
-    """Returns the kernel's plan for `site`. Each owner has a block of rows if the rows divide, else a block of columns.
+    """Returns the kernel's plan for `site`.
 
-    If there are few rows, as in decode, they are padded, because the GEMM has tiles of 64 rows or more.
+    Each owner has a block of rows if the rows are divisible, else a block of columns. If there are few rows, as in
+    decode, they are padded, because the GEMM has tiles of 64 rows or more.
     """
     filled = replace(site, rows=-(-site.rows // _DECODE.tile_m) * _DECODE.tile_m)
     is_decode = site.rows < _LARGE.tile_m or shots_for(filled, tiles or _DECODE) == 1

@@ -2,9 +2,10 @@
 
     out = this device's rows of  sum over devices of  x @ w        x [devices * m, k], w [k, n], out [m, n]
 
-The kernel is `summed_matmul` with two shots. Tiles of other devices' rows come first. TMA sends each tile to its owner
-while the next tile is multiplied. Own tiles come later. They are added to the received parts, also while the next tile
-is multiplied. `summed_matmul` has the picture, and describes legality and determinism.
+The kernel is `summed_matmul` with `shots = 2`. The owner of a tile is the device that keeps its rows. Tiles of other
+devices' rows come first. TMA sends each tile to its owner while the next tile is multiplied. Own tiles come later. They
+are added to the received parts, also while the next tile is multiplied. `summed_matmul` has the picture, and describes
+legality and determinism.
 
 Cost: max(GEMM, (devices - 1) / devices of the product over the link), plus sending the last wave. Staging memory has
 the size of the received parts.
@@ -28,8 +29,8 @@ _TILES, _MANY_DEVICES = Tiles(128, 256, 64, 4, "M", 8), 5
 def default_tiles(site: Site) -> Tiles:
     """Returns large tiles. Their blocks form no clusters, and a whole wave of each other device's tiles comes first.
 
-    For 5 to 8 devices the pipeline has three steps, so that shared memory has room for wide pieces of all devices.
-    These numbers were chosen by measurement (docs/research_log.md).
+    For 5 to 8 devices, the tiles have `steps = 3` instead of 4. So shared memory has room for wide pieces of all
+    devices. These numbers were chosen by measurement (docs/research_log.md).
     """
     return replace(_TILES, steps=3) if site.axis_size >= _MANY_DEVICES else _TILES
 
@@ -53,7 +54,7 @@ def matmul_reduce_scatter_kernel(x: jax.Array, w: jax.Array, axis_name: str, til
     Args:
       x: [devices * m, k]; the contraction is split over the devices.
       w: [k, n], of x's dtype.
-      axis_name: one axis of the mesh, in the order of the rows.
+      axis_name: one axis of the mesh. Rows of the sum belong to devices in the order of this axis.
       tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:

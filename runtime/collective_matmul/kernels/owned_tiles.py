@@ -1,5 +1,7 @@
 """Describes a GEMM that is summed over devices: owners and order of the tiles, and the layout of received parts.
 
+The owner of a tile is the device that sums it.
+
     product         one block for each owner; the blocks are below each other or side by side
     order           tiles of other devices first, then own tiles in between and at the end: `SummedGemm.job`
     staged          other devices' parts of this device's tiles, piece by piece: `SummedGemm.staged_shape`
@@ -48,8 +50,8 @@ class SummedGemm:
       scatter: whether each device keeps only its rows.
       shots: with 2 shots, parts go to their owners. With 1 shot, all parts go to all devices (all-reduce only).
       lead: number of tiles of each other device before the first own tile. As many own tiles come after the last tile
-        of another device. The number must be at least 1, otherwise owners wait for each other. None: as many as all
-        clusters compute at once, so that parts have arrived when they are needed.
+        of another device. The number must be at least 1; otherwise owners wait for each other forever. None: as many
+        as all clusters compute at once, so that parts have arrived when they are needed.
     """
 
     gemm: Gemm

@@ -13,7 +13,7 @@ so results are deterministic.
 Legality: all blocks of a tile must be resident at once, because split 0 waits for the others. So the number of tiles
 times splits must not exceed the number of running blocks (`Gemm.refusal`).
 
-Cost: for each tile, S - 1 float32 tiles are written and read through L2 after the last step. Each takes one signal.
+Cost: for each tile, S - 1 float32 tiles are written and read through L2 after the last step. Each needs one signal.
 Source: DistFuse, section 3, "split-K when there are no more tiles than SMs".
 """
 

@@ -22,18 +22,20 @@ devices, and each device adds all partial sums. Several blocks may share a contr
 
 All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` are on the
 receiver. The sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope). This
-is at least one turn after the last piece. The owner acquires, and fences the proxies before its TMA loads.
+is at least one turn (`held_parts`) after the last piece. The owner acquires, and fences the memory proxies before its
+TMA loads.
 
 Legality: the kernel works along one mesh axis of at most `MOST_DEVICES` devices. They need NVLink or other peer access,
 but not NVSHMEM. No NCCL collective may be in flight on these devices: kernel and collective could each wait for SMs
 that the other holds. The kernel's own blocks cannot deadlock. A tile waits only for tiles that all devices compute
-earlier in the same order, and a block signals everything that it has sent before it waits. Results are bitwise
+earlier in the same order. Before a block waits, it signals everything that it has sent. Results are bitwise
 deterministic. All parts are rounded, and an owner adds them in float32: first its own part, then other devices' parts
-in the order of their distance. After an all-reduce, all devices have the same bits.
+in the order of their distance. With one shot, each device adds all parts in the order of the devices. After an
+all-reduce, all devices have the same bits.
 
 Cost: max(GEMM, bytes over the link) plus the time to send the last wave. With n devices, a device sends (n - 1) / n of
-the result for a reduce-scatter, and twice as many bytes for an all-reduce. With one shot, it sends n - 1 times the
-result. Staging memory takes (n - 1) / n of the result with two shots, and n times the result with one shot.
+the product for a reduce-scatter, and twice as many bytes for an all-reduce. With one shot, it sends n - 1 times the
+product. Staging memory takes (n - 1) / n of the product with two shots, and n times the product with one shot.
 """
 
 from __future__ import annotations
@@ -133,8 +135,8 @@ class _Links:
       plan: the GEMM and its sum.
       axis: the mesh axis.
       me: this device.
-      peers: the other devices by turn. For TMA, a peer's index must be computed only from constants and this device's
-        index. Indices are computed once, because each computed index gets TMA descriptors of its own.
+      peers: the other devices by `Job.turn`. For TMA, a peer's index must be computed only from constants and this
+        device's index. Indices are computed once, because each computed index gets TMA descriptors of its own.
       out, staged: results and staging memory, in global memory of every device.
       slots: this warpgroup's slots in shared memory, [store_slots, 64, store_columns].
       loaded: this warpgroup's barrier for loads of the other devices' parts.

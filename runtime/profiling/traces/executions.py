@@ -96,7 +96,8 @@ def record_everywhere(
 ) -> list[list[Execution]]:
     """Records the executions on the GPUs of all processes, and returns one list for each GPU.
 
-    All processes must call this function together. The times of each GPU come from its node's clock. See `record`.
+    All processes must call this function together. The times of each GPU come from its node's clock. The arguments are
+    those of `record`.
 
     Raises:
       DhelixError: the trace of some process has no kernel of the module.
@@ -162,8 +163,8 @@ def of_events(events: Iterable[Event]) -> list[Execution]:
 def gap_seconds(executions: list[Execution]) -> float:
     """The median idle time between two consecutive kernels of a GPU; 0 if the GPU is never idle.
 
-    A median is used because some idle times are waits for collectives, which are long and not a cost of a kernel.
-    Pauses longer than _PAUSE are left out, because the host causes them.
+    A mean would include long waits for collectives, which are no cost of a kernel. Pauses longer than _PAUSE are left
+    out, because the host causes them.
     """
     busy = trace.merge((e.start, e.end) for e in executions)
     gaps = (after[0] - before[1] for before, after in itertools.pairwise(busy))

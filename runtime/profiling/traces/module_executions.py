@@ -8,8 +8,8 @@ A kernel carries the name of its instruction, with these exceptions:
   - Kernels of an async pair may carry the name of the wrapped instruction: `all-to-all.15.1` for `all-to-all-start.2`.
   - Work that NCCL gives to copy engines carries no name. Collectives run one at a time, in the order of their launch.
     So nameless executions are assigned, in order, to the launches of collectives that the trace does not name. Each
-    launch gets the same number of executions. If the launches do not divide the nameless executions evenly, all
-    nameless executions are left out.
+    launch gets the same number of executions. If the number of nameless executions is not a multiple of the number of
+    launches, all nameless executions are left out.
   - A control-flow instruction, such as a while loop, has no kernel of its own. Its time is the span from the start of
     the first execution inside to the end of the last.
 """

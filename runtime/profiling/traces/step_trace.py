@@ -1,7 +1,7 @@
 """Reads from the profiler trace of a real step how long its operators take.
 
 The step should be compiled without XLA's latency-hiding scheduler (`UNSCHEDULED`). Then its collectives run alone. So
-nearly every execution in the trace is undisturbed, and still has the caches and clocks of a real step.
+nearly every execution in the trace is undisturbed, and still runs with the caches and clock rates of a real step.
 
     timings, gap = step_trace.timings(list(executions.record(run, module.name).values()), module, key_of)
 """
@@ -21,14 +21,14 @@ from dhelix.runtime.profiling.traces.executions import Execution, gap_seconds
 UNSCHEDULED: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": False})
 """XLA options of a step in whose trace operators and collectives do not overlap."""
 ENOUGH = 3
-"""Number of undisturbed executions from which a time is computed. An operator with fewer must be run alone."""
+"""Smallest number of undisturbed executions that give a time. An operator with fewer is measured outside the step."""
 
 
 def instruction_keys(module: HloModule, key_of: Callable[[Instruction], Key | None]) -> dict[str, Key]:
-    """Maps names of instructions in a trace to the keys of the instructions.
+    """Maps names of instructions in a trace to the keys of the instructions in profiles.
 
-    The map contains the names of all instructions that have a key. In a trace, an async start may have the name of the
-    instruction that it wraps, so the map contains that name, too.
+    `key_of` returns the key of an instruction, or None. The map contains the names of all instructions that have a key.
+    In a trace, an async start may have the name of the instruction that it wraps, so the map contains that name, too.
     """
     keys = {}
     for computation in module.schedule:

@@ -81,8 +81,9 @@ class TraceReport:
       hidden_ms: time of communication that overlaps with compute; `exposed_ms` is the rest of communication.
       unnamed_ms: time of communication whose instruction the trace does not name. Only the names of its kernels and
         copies show that it is communication.
-      copies_ms: time of compute that is a copy instead of a kernel, within the GPU or from or to the host.
-      copy_engine_ms: time of communication that is a copy instead of a kernel.
+      copies_ms: time of copies that count as compute: within the GPU, from the host, or to the host.
+      copy_engine_ms: time of copies that count as communication.
+      streams: the times of each CUDA stream.
       collectives: the times of each collective, longest first.
     """
 

@@ -10,8 +10,8 @@ axis:
 
     groups {0,2} {1,3} {4,6} {5,7}   ->   mesh (outside 2, axis 2, inside 2)   ->   HLO of one device
 
-So the HLO has the device numbers of the surrounding program, and no device must be renumbered. This holds for the pairs
-of a ring. It also holds for the peers that a Mosaic-GPU kernel (a custom call that contains the kernel) computes.
+So the HLO has the device numbers of the surrounding program, and no device is renumbered. This holds for the
+source-target pairs of a ring. It also holds for the peers that a Mosaic-GPU kernel (a custom call) computes.
 
 Programs are cached for the life of the process, so equal layers share one program. It takes much longer to make a
 program with a kernel than without one. Programs may be made during a compilation, because XLA calls the passes through

@@ -4,14 +4,14 @@ A site is a collective with the matrix product next to it. A collective matmul m
 
     step -> LOWERED passes: two strands -> XLA up to its schedule, all collectives in place
          -> predict the step with collective matmuls at some sites, at others, or at none
-         -> XLA up to its schedule with the chosen sites: predict again; choose none if that is no faster
+         -> XLA up to its schedule with the chosen sites: predict again; if the step is no faster, choose no site
 
 A collective matmul replaces its collective before scheduling (PRE_SCHEDULER). But only a scheduled program shows what
 the collective costs beside the other strand's compute. So the program is first scheduled with all collectives in place,
 which takes about a tenth of a compilation. `passes/communication/collective_matmul/site_choice.py` weighs the sites in
 this schedule. It would be more accurate to schedule the program anew for each of some twenty choices, but this takes
-too long. Only the final choice is scheduled again, because only this shows the copies that a form needs next to its
-kernel.
+too long. Only the final choice is scheduled again. This schedule also shows the copies that a collective matmul needs
+next to its kernel.
 """
 
 from __future__ import annotations

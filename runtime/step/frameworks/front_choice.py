@@ -1,4 +1,7 @@
-"""Chooses the front for a call of a step, and explains errors about NNX objects that a step captures."""
+"""Chooses the front for a call of a step, and explains errors about NNX objects that a step captures.
+
+A front turns arguments that `jax.jit` does not accept into arrays for an inner step.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Jit(Protocol):
 
 @contextlib.contextmanager
 def captured_objects_named(function: Callable[..., Any], name: str) -> Iterator[None]:
-    """Wraps the trace of a step. If the step changes NNX objects that it captures, raises an error that names them."""
+    """Wraps the tracing of a step. If the step changes NNX objects that it captures, an error names these objects."""
     try:
         yield
     except Exception as error:

@@ -12,8 +12,8 @@ What happens to the objects:
    and attributes of one micro-batch.
 
 NNX tracks the identity of objects in an `nnx.update_context`. This module splits the objects outside of the traced
-loss, merges and splits them inside of it, and merges them outside again. Variables are numbered in the order in which
-NNX walks the graph of all arguments.
+loss. Inside of the loss, it merges them, and splits them again at the end. Then it merges them outside again. Variables
+are numbered in the order in which NNX walks the graph of all arguments.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class _Argument:
     """An argument of the loss, split into graphs and arrays.
 
     Attributes:
-      differentiable: the value that the loss as a function of arrays (`_Loss`) gets for this argument. In this value,
-        each object is replaced by its state to differentiate. None for an argument that holds objects and is not
-        differentiated.
+      differentiable: the value that `_Loss`, a function of arrays, gets for this argument. In this value, each object
+        is replaced by its differentiated state. None for an argument that holds objects and is not differentiated.
     """
 
     def __init__(self, context: Any, value: Any, wrt: Any):

@@ -1,8 +1,8 @@
 """Finds the arguments of a loss function that are the batch, and makes the arguments of each micro-batch.
 
-    value_and_grad(loss)(params, batch)                                   batch: the one other that holds arrays
+    value_and_grad(loss)(params, batch)                                   the batch is the only other argument
     value_and_grad(loss, batch_argnums=(1, 2))(params, x, y)              named by position
-    value_and_grad(loss, batch_argnames="x")(adapters, frozen, x=x)       named as the loss names its parameters
+    value_and_grad(loss, batch_argnames="x")(adapters, frozen, x=x)       named by the parameter of the loss
 
 Rules
 1. If the user names arguments as the batch, exactly these arguments are the batch.
@@ -43,7 +43,7 @@ class Naming:
 
     Attributes:
       function: the loss function.
-      argnums: positions of the arguments to differentiate by. All negative positions count from the last argument.
+      argnums: positions of the arguments to differentiate by. Negative positions count from the last argument.
       batch_argnums, batch_argnames: positions and parameter names of the batch; None if not given.
       rng_argnums, rng_argnames: positions and parameter names of random keys.
     """
@@ -91,7 +91,7 @@ class Naming:
             )
 
     def keys(self, option: str, nums: Sequence[int], names: Sequence[str], args: Any, kwargs: Any) -> tuple[Key, ...]:
-        """Returns the keys of the arguments of a call to which the positions `nums` and the names `names` refer."""
+        """Returns the keys of those arguments of a call that the user gave as positions `nums` or names `names`."""
         found: list[Key] = []
         for index in nums:
             if not -len(args) <= index < len(args):
@@ -116,7 +116,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, and the keys of the arguments that are the batch and random keys."""
+    """The arguments of one call. `batch_keys` and `rng_keys` tell which are the batch and which are random keys."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

@@ -55,8 +55,8 @@ class Microbatching:
       reduce: the `reduce` of calls that do not pass their own.
       pipeline: the pipeline through which micro-batches pass; None: no pipeline.
       calls: number of calls.
-      returned: (value, gradients) of each call by the step itself, as tracers. Calls in a function that JAX traces
-        separately (shard_map, jit, scan) are missing, because their tracers are valid only in that function.
+      returned: (value, gradients) of each call by the step itself, as tracers. Calls in functions that JAX traces
+        separately (shard_map, jit, scan) are missing, because tracers of such a function are valid only inside it.
       trace: identifies the trace of the step itself.
     """
 
@@ -83,7 +83,7 @@ class Microbatching:
 
 
 _traced_for = jax.make_user_context()
-"""A part of the key of JAX's trace cache. So JAX traces a function that calls `value_and_grad` once for each step."""
+"""A part of the key of JAX's trace cache. So a function that calls `value_and_grad` is traced anew for each step."""
 _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", default=None)
 
 
