@@ -1,7 +1,7 @@
 """The only module that uses private parts of JAX: `jax._src` and `jaxlib._*`.
 
-Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces. Other modules build on them, such as
-`dhelix.runtime.compiler.lowering` for lowered programs.
+This module is written for jax >= 0.11.2 and < 0.13. Its functions do as little as possible. Other modules build on
+them: for example, `dhelix.runtime.compiler.lowering` handles lowered programs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ sys.stdout.buffer.write(result)
 
 
 def parse_hlo_text(text: str) -> bytes:
-    """HLO text as this XLA prints it -> serialized HloModuleProto. Raises DhelixError with XLA's message."""
+    """Parses HLO text that the installed jaxlib's XLA printed, and returns a serialized HloModuleProto.
+
+    Raises DhelixError with the start of XLA's message if the text does not parse.
+    """
     try:
         return _hlo.hlo_module_from_text(_readable(text)).as_serialized_hlo_module_proto()
     except Exception as error:  # XlaRuntimeError, whose module differs between jaxlib versions
@@ -49,10 +52,10 @@ def parse_hlo_text(text: str) -> bytes:
 
 
 def parse_foreign_hlo_text(text: str) -> bytes:
-    """Like `parse_hlo_text`, for text from another program.
+    """Like `parse_hlo_text`, for text that another program wrote, or that was edited.
 
-    XLA's parser aborts the process on some text (a late operand, a parameter number out of range), so it runs in a
-    process of its own.
+    On some malformed text, XLA's parser aborts its process. An example is a parameter number that is out of range. So
+    the parser runs in a child process.
 
     Raises:
       DhelixError: the text does not parse; holds XLA's full message.
@@ -76,11 +79,14 @@ def parse_foreign_hlo_text(text: str) -> bytes:
 
 
 class ParserStopped(DhelixError):
-    """XLA's parser aborted. The message is the reason that it printed, or how its process ended."""
+    """XLA's parser aborted its process. The message is the reason that XLA printed, or else how the process ended."""
 
 
 def _readable(text: str) -> str:
-    """The text without an attribute that XLA prints but its own parser rejects. The attribute only informs."""
+    """The HLO text without `output_to_operand_aliasing` of all-reduce-starts.
+
+    XLA prints this attribute, but XLA's parser rejects it. The program means the same without it.
+    """
     return _UNREADABLE.sub(r"\1", text)
 
 
@@ -101,9 +107,9 @@ def stablehlo_to_hlo(module: mlir.ir.Module) -> bytes:
 
 
 def refined(lowered: jax.stages.Lowered) -> mlir.ir.Module:
-    """The module with known shapes only, refined as in `lowered.compile()`.
+    """The StableHLO module of `lowered` with all shapes static, refined as `lowered.compile()` does it.
 
-    A program has unknown shapes if it calls a function that was exported with symbolic shapes.
+    A module has dynamic shapes if the program calls a function that was exported with symbolic shapes.
     """
     state = _computation(lowered).compile_args.get("shape_poly_state")
     module = stablehlo_module(lowered)
@@ -122,7 +128,10 @@ def refined(lowered: jax.stages.Lowered) -> mlir.ir.Module:
 def replace_stablehlo_module(
     lowered: jax.stages.Lowered, module: mlir.ir.Module, name: str | None
 ) -> jax.stages.Lowered:
-    """A copy of `lowered` that compiles `module`, under `name` in JAX's logs. `lowered` does not change."""
+    """A copy of `lowered` that compiles `module` instead. `lowered` does not change.
+
+    JAX's logs call the copy `name`. If `name` is None, they keep the old name.
+    """
     computation = copy.copy(_computation(lowered))
     computation._hlo = module
     computation._executable = None
@@ -134,9 +143,9 @@ def replace_stablehlo_module(
 
 
 def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """HLO text of a StableHLO program, partitioned over `devices`, after compilation.
+    """Compiles a StableHLO program, partitioned over `devices`, and returns the HLO text of the result.
 
-    The program is not loaded, so the devices need not exist.
+    `options` are XLA options by name. The program is not loaded, so the devices need not exist.
     """
     wanted = xla_client.CompileOptions()
     wanted.num_replicas, wanted.num_partitions = 1, len(devices)
@@ -150,9 +159,10 @@ def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mappi
 
 
 def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """The same program with a module of its own, so that its executable is freed with the last reference.
+    """A copy of `lowered` with its own copy of the module.
 
-    JAX keeps an executable as long as its module.
+    JAX keeps an executable as long as its module. So the copy's executable is freed with the last reference to the
+    copy.
     """
     module = stablehlo_module(lowered)
     with module.context:
@@ -217,7 +227,10 @@ def jit_settings(jitted: Any) -> dict[str, Any]:
 
 
 def jit_shardings(jitted: Any) -> list[Any]:
-    """The `in_shardings` and `out_shardings` of a `jax.jit` function, flattened. Unspecified ones have no devices."""
+    """The `in_shardings` and `out_shardings` of a `jax.jit` function, flattened.
+
+    An entry for an unspecified sharding is a placeholder of JAX, which has no devices.
+    """
     info = jitted._jit_info
     return [*(info.in_shardings_leaves or ()), *(info.out_shardings_leaves or ())]
 
@@ -238,14 +251,14 @@ def process_total() -> int:
 
 
 def program_key(lowered: jax.stages.Lowered) -> int:
-    """The same number for two lowerings that share one cached program. Valid while one of the two is alive."""
+    """A number that is equal for two lowerings that share one cached program. Valid while one of the two is alive."""
     return id(_computation(lowered))
 
 
 def devices(lowered: jax.stages.Lowered) -> list[Any]:
-    """The devices that a program is lowered for, in the order of its partitions; empty if it is not pinned to any.
+    """The devices that a program is lowered for, in the order of its partitions; empty if the program names none.
 
-    Devices that this machine does not have (of a compile-only topology) count, too.
+    The list may hold devices that this machine does not have, such as the devices of a compile-only topology.
     """
     arguments = _computation(lowered).compile_args
     names = ("in_shardings", "out_shardings", "intermediate_shardings")

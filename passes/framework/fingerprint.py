@@ -111,8 +111,8 @@ def input_fingerprint(passes: Sequence[object], module: bytes | None = None, pro
 def module_fingerprint(module: bytes) -> str:
     """16 hex digits that identify what a serialized module computes.
 
-    The digits do not depend on what differs between hosts or runs of the same program: name and marker, module id,
-    source lines and paths (metadata), and the process-wide number of a Python callback.
+    The digits do not depend on fields that differ between hosts or runs of the same program. These are the module's
+    name (with its marker) and id, the metadata (such as source lines and paths), and the numbers of Python callbacks.
     """
     digest = hashlib.sha256()
     rest = bytearray()
@@ -281,7 +281,10 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _raw_fields(message: bytes) -> Iterator[tuple[int, bytes | int, bytes]]:
-    """Yields the top-level fields of a serialized proto: number, value (an int for a varint), and the bytes of both."""
+    """Yields each top-level field of a serialized proto: number, value, and all bytes of the field.
+
+    The value is an int if the field is a varint, and bytes otherwise.
+    """
     position = 0
     while position < len(message):
         start = position

@@ -49,7 +49,8 @@ class StepParts:
         compute.
       costs: source of the costs, as readable text.
       assumed: constants in these times that were not measured, as readable text; "" if there are none.
-      link, setting: link and launch setting of the measured costs; "" if the costs come from a roofline.
+      link, setting: interconnect of the GPUs, and launch setting, with which the costs were measured; "" if the costs
+        come from a roofline.
       exposed_by: (collective, seconds) for the few collectives that compute waits for longest, longest wait first.
       sent: time of the collectives, each as long as it takes alone. This is no part of the step's time, because
         collectives may overlap with compute.
@@ -102,13 +103,13 @@ class Gain:
         return f"predicted step time {before} -> {after} ({1.0 / (self.ratio or 1.0):.2f} x as fast)"
 
     def why(self) -> str:
-        """Why the times differ, in one line. Causes below 0.2 % of the first step's time are left out."""
+        """One line on why the times of both steps differ. Leaves out causes below 0.2 % of the time of `before`."""
         least = self.before.seconds / 500
         causes = [f"{_CAUSES[name]} {_signed(s)}" for name, s in self.causes.items() if abs(s) >= least]
         return f"changes: {', '.join(causes) or 'none above 0.2 % of the step time'}"
 
     def left(self) -> str:
-        """Where the second step's time goes, in one line, longest part first. Parts below 0.5 % of it are left out."""
+        """One line on where the time of `after` goes, longest part first. Leaves out parts below 0.5 % of this time."""
         parts = {name: getattr(self.after, name) for name in _CAUSES}
         waits = ", ".join(f"{words} {milliseconds(seconds)}" for words, seconds in self.after.exposed_by)
         told = {name: milliseconds(seconds) for name, seconds in parts.items()}
@@ -117,7 +118,10 @@ class Gain:
         return f"where the time goes: {', '.join(f'{_CAUSES[name]} {told[name]}' for name in shown)}"
 
     def unequal(self) -> str:
-        """A warning if the steps' FLOPs differ by more than `_SAME_WORK`; "" if not, or if FLOPs are unknown."""
+        """A warning if the two steps' FLOPs differ by more than 1 % (`_SAME_WORK`).
+
+        "" if they do not, or if the FLOPs are unknown.
+        """
         before, after = self.before.flops, self.after.flops
         if not before or not after or abs(after / before - 1.0) <= _SAME_WORK:
             return ""
@@ -133,7 +137,7 @@ class Gain:
 
 
 def guesses(step: StepParts) -> str:
-    """Text with the source of the costs, the guessed fractions above `MANY_GUESSES`, and all assumed constants."""
+    """Text on the costs of `step`: their source, guessed fractions above `MANY_GUESSES`, and assumed constants."""
     said = [f"costs from the {step.costs}"]
     if step.guessed > MANY_GUESSES:
         said.append(f"{step.guessed:.0%} of the operators' time is guessed")

@@ -27,7 +27,7 @@ from dhelix.profiles.profile import FASTEST, SETTINGS
 if TYPE_CHECKING:
     from dhelix.passes.framework.report import Report
 
-# If the collectives of the changed step take longer than the plain step's collectives by more than this factor, XLA's
+# If the collectives of the changed step take more than this many times as long as the plain step's collectives, XLA's
 # partitioner must have sharded the strands differently. Each collective counts with the time that it takes alone.
 _SENT_MORE = 1.25
 _LAYERS = re.compile(r" x (\d+)$")
@@ -86,7 +86,7 @@ def _why_unknown(found: Report) -> str:
 
 
 def _to_try(gain: Gain, left_alone: bool = False) -> Iterator[str]:
-    """Yields at most one line: advice on what may make the step faster, or the prediction more certain."""
+    """Yields at most one line of advice. The advice may make the step faster, or its predicted time more certain."""
     before, after, advice = gain.before, gain.after, []
     if before.sent and after.sent > _SENT_MORE * before.sent:
         sent = f"communication alone {milliseconds(before.sent)} -> {milliseconds(after.sent)}"

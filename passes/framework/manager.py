@@ -31,7 +31,11 @@ from dhelix.passes.hlo import HloModule, HloVerifyError, Instruction, Shape, sha
 
 
 class Stage(enum.Enum):
-    """When a pass runs. Members are in the order in which the stages of a program run."""
+    """When a pass runs. Members are in the order in which the stages of a program run.
+
+    LOWERED is before XLA compiles the program. PRE_SCHEDULER is after XLA's partitioner, and before XLA schedules the
+    program. POST_SCHEDULER is after XLA's scheduler.
+    """
 
     LOWERED = "lowered"
     PRE_SCHEDULER = "pre-scheduler"  # at this stage, two loops may share a body
@@ -58,11 +62,11 @@ class PassContext:
         self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str), source))
 
     def left_alone(self, reasons: Mapping[str, int], places: Mapping[str, object] | None = None) -> None:
-        """Adds one note for each reason why the pass left places unchanged, with the number of such places.
+        """Adds one note for each reason why the pass left something unchanged, with the number of such cases.
 
         Args:
-          reasons: maps each reason to the number of places.
-          places: maps each reason to the first of its places.
+          reasons: maps each reason to the number of cases.
+          places: maps each reason to the instruction (or its name) of the first case.
         """
         for reason, count in sorted(reasons.items()):
             self.note(f"left alone: {reason}", (places or {}).get(reason), count=count)
@@ -100,8 +104,8 @@ class PassManager:
         Args:
           passes: the passes, in the order in which they run within their stage. No two passes have the same name.
           disabled: names of passes to drop.
-          strict: whether a pass that refuses or fails raises an error. If set, the manager also checks that a pass that
-            reports no change made no change.
+          strict: whether the manager raises an error if a pass refuses or fails. If set, the manager also raises an
+            error if a pass reports no change but changed the module.
           dump_to: folder to which the module is written before and after each pass that runs. "xla" means the folder of
             XLA's flag `--xla_dump_to`.
           step: name of the step that the modules belong to. If given, each reason is logged once for the step instead
@@ -135,7 +139,7 @@ class PassManager:
         return fingerprint.input_fingerprint(self.enabled, module, profile)
 
     def not_run(self, stage: Stage, module_name: str, reason: str) -> StageReport:
-        """The report of a stage whose passes did not run, with `reason` as the note of each pass."""
+        """The report of a stage whose passes did not run, with `reason` as the note of each enabled pass."""
         entries = tuple(
             PassReport(n, p.name, stage.value, report.DISABLED)
             if p.name in self.disabled
@@ -153,7 +157,7 @@ class PassManager:
           module_name: name for dumps and the report; by default the module's own name.
 
         Returns:
-          The new serialized module (None if nothing changed), and the report of the stage.
+          The new serialized module, and the report of the stage. The module is None if nothing changed.
 
         Raises:
           DhelixError: only with `strict`: a pass refused or failed, or the module is malformed.
@@ -195,7 +199,7 @@ class _Attempt:
     def run(self, before: bytes, view: HloModule | None) -> tuple[PassReport, bytes, HloModule | None]:
         """Returns the report, the serialized module after the pass, and the parsed form (`view`) of that module.
 
-        The parsed form is None if the pass may have corrupted it.
+        The parsed form is None if the pass refused or failed, because the pass may have corrupted it.
         """
         count = 0
         try:

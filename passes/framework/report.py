@@ -90,7 +90,7 @@ class PassReport:
 
     @property
     def summary(self) -> list[str]:
-        """The notes as text without facts. Each distinct message appears once, with its count and sources."""
+        """The notes as text without facts. Each distinct message appears once, with its count and up to two sources."""
         counts: dict[str, int] = {}
         sources: dict[str, dict[str, None]] = {}
         for note in self.notes:
@@ -105,8 +105,8 @@ class StageReport:
 
     Attributes:
       seconds: time of the stage, including the time to read, verify and write the module.
-      stored: whether the stage's result and this report come from an earlier process. If so, the stage did not run in
-        this process.
+      stored: whether the stage's result and this report come from an earlier process. If so, the stage's passes did
+        not run in this process.
       parts: predicted times of the scheduled step; None if unknown.
     """
 
@@ -122,7 +122,7 @@ class StageReport:
         return any(p.changed for p in self.passes)
 
     def together(self) -> tuple[PassReport, ...]:
-        """The reports of the passes. If no pass ran and all give the same reason, one entry stands for all."""
+        """The reports of the passes. If no pass ran, and all have the same notes, one entry stands for all passes."""
         if len(self.passes) < 2 or any(p.ran or p.notes != self.passes[0].notes for p in self.passes):
             return self.passes
         first, *others = self.passes
@@ -134,13 +134,13 @@ class Report:
     """The reports of all stages of one program.
 
     Attributes:
-      fingerprint: fingerprint of the inputs (program, options, profile, versions), which marks the module's name.
+      fingerprint: fingerprint of the inputs (program, options, profile, versions). It is part of the module's name.
       collective_fingerprint: fingerprint of the compiled order of collectives; None if it was not computed.
       left_alone: why the plain step (without passes) runs; "" if the step with passes runs.
       gain: predicted gain over the plain step; None if the time of either step is not predicted.
       compile_seconds: time in this process from the lowered step to the callable step. It is 0 if dhelix did not
         compile the step itself, as with `lower(...).compile()`.
-      plain_seconds: the part of `compile_seconds` that went into the plain step's schedule.
+      plain_seconds: the part of `compile_seconds` in which this process computed the plain step's memory and time.
     """
 
     module: str
@@ -193,7 +193,7 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        """The text that `print` writes, for logs."""
+        """The text that `print` writes, without colors, for logs."""
         text = io.StringIO()
         self.print(Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

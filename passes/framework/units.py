@@ -18,7 +18,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes as text with three digits, such as 64 MiB or 1.5 GiB."""
+    """A number of bytes as text with three significant digits, such as 64 MiB or 1.5 GiB."""
     for unit, size in _UNITS.items():
         if count >= size:
             return f"{count / size:{'.3g' if count < 999.5 * size else '.0f'}} {unit}"
@@ -32,7 +32,7 @@ def gibibytes(count: float) -> str:
 def bytes_option(count: int) -> str:
     """A number of bytes as text for `parse_bytes`, such as 14.168GiB.
 
-    The number is rounded up to three decimals, so that the text is safe as a memory limit.
+    The number is rounded up to three decimals, so that a memory limit of this size is not below `count`.
     """
     unit, size = next(((unit, size) for unit, size in _UNITS.items() if count >= size), ("KiB", 2**10))
     return f"{math.ceil(1000 * count / size) / 1000:g}{unit}"

@@ -11,9 +11,10 @@ After:
     stack   = dynamic-update-slice(stack, r, slot)
 
 Contract
-    Consumes  a strand loop that strand_duplication made. One element of its state is a stack of residuals, the old
-              stack. In the merged layer loop, only slices read the old stack, and forward writes a new stack slot by
-              slot. The new stack then replaces the old stack in the state of the strand loop.
+    Consumes  a strand loop (a loop over micro-batches with both strands) that strand_duplication made. One element of
+              its state is a stack of residuals, the old stack. In the merged layer loop, only slices read the old
+              stack, and forward writes a new stack slot by slot. The new stack then replaces the old stack in the state
+              of the strand loop.
     Makes     one stack instead of two. `flip` is a new state element of the strand loop; each micro-batch negates it.
               B(M-1), the backward pass after the loop, reads the slots in the order that the last `flip` gives. This
               order is known at compile time, because the number M of micro-batches is known.
@@ -21,10 +22,10 @@ Contract
               alternate. They become the halves of one array. The new state element `base` says which half is in use.
     Leaves    a stack that is used in any other way, with a note that gives the reason.
 
-Why it is legal: the proved loop counters say which slot each iteration reads and which slot it writes. Both are
-permutations of the slots, and the write order is the reverse of the read order. `flip` says whether read or write
-indices are mirrored, so both orders become equal: each iteration reads a slot, and then writes the same slot. Every
-read uses the order in which its stack was stored.
+Why it is legal: proved loop counters (`hlo/loops.py`) say which slot an iteration reads and which slot it writes. Both
+are permutations of the slots, and the write order is the reverse of the read order. `flip` says whether the read or the
+write indices are mirrored. So both orders become equal: each iteration reads a slot, and then writes the same slot.
+Every read uses the order in which its stack was stored.
 Cost: the barrier makes XLA write its operands to memory. If only dots read the elementwise results of residuals, the
 barrier takes these results, which XLA writes to memory anyway. Otherwise the barrier takes the slices, so each residual
 is copied. Without the barrier, XLA's copy insertion cannot see that a slot is read before it is written. So it would
@@ -64,7 +65,7 @@ class Stack:
       reads: the slices of `old`.
       write: the update that makes `new`.
       slots: number of slots, one per layer.
-      outer: state element of the strand loop that enters the merged loop as `old`.
+      outer: state element of the strand loop that enters the merged loop as `old`; -1 outside of strand loops.
       waiting: in skewed strands, the state element of the strand loop that holds the new stack for one more
         micro-batch. After that, the stack moves on to `outer`. None: the new stack becomes `outer` at once.
     """
@@ -141,9 +142,9 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
     """Finds stacks with one slot per layer that enter the merged loop and that the strand loop replaces by new stacks.
 
     Returns:
-      A map from the old stack's state element in the strand loop to three state elements: the old stack's element in
-      the merged loop, the new stack's element in the merged loop, and the strand loop's element that holds the new
-      stack for one more micro-batch (None without skew).
+      A map from the state element of the old stack in the strand loop to three state elements. The first is the old
+      stack in the merged loop. The second is the new stack in the merged loop. The third is the strand loop's element
+      that holds the new stack for one more micro-batch (None without skew).
     """
     body = WhileLoop(strands).body
     trips = WhileLoop(layers).trip_count
@@ -168,7 +169,7 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
 
 
 def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> Stack:
-    """Returns stacks `old` and `new` as one, if it can be proved that this is legal. Otherwise raises PassRefusal."""
+    """Returns the stacks `old` and `new` as one `Stack`. Raises PassRefusal if that is not proved to be legal."""
     _refuse_other_readers(strands, layers, outer, old)
     _refuse_early_readers(strands, layers, new)
     shape = layers.instruction.shape.tuple_shapes[old]
@@ -192,7 +193,7 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
 
 
 def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old: int) -> None:
-    """Raises PassRefusal unless the merged loop is the old stack's only reader in the strand loop, by one element."""
+    """Raises PassRefusal if anything but one element of the merged loop's state reads the old stack in an iteration."""
     start = layers.instruction.operands[0]
     if sum(strands.reads.get(value) == outer for value in start.operands) != 1:
         raise PassRefusal("the stack enters the layer loop twice", layers.instruction)
@@ -219,7 +220,7 @@ def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> No
 
 
 def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
-    """Raises PassRefusal unless the last backward loop reads the slots in the same order as the merged loop."""
+    """Raises PassRefusal unless B(M-1), after the strand loop, reads the slots in the same order as the merged loop."""
     loop, index = last_reader(strands, outer)
     slices = slot_reads(loop, index)
     if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
@@ -367,7 +368,7 @@ def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
 
 
 def _take_turns(strands: Instruction, layers: Instruction, stacks: list[Stack], trips: int) -> None:
-    """Puts two alternating stacks into one array, which avoids copies. `base` is the first slot of the half in use."""
+    """Makes two alternating stacks halves of one array, to avoid copies. `base` is the first slot of the used half."""
     slots, body = stacks[0].slots, strands.called[0]
     turns = [(stack, (stack.outer, stack.waiting)) for stack in stacks if stack.waiting is not None]
     makers = [[strands.operands[0].operands[k] for k in both] for _, both in turns]

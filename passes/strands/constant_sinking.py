@@ -8,9 +8,9 @@ Before:                                              After:
                 select(mask, scores, fill)                           select(mask, scores, broadcast(-1e9))
 
 A scan carries the arrays that its body closes over. If the body applies a mask, one of these arrays is like `fill`.
-The plain step has one fill array alive at a time, because forward and backward layers run one after the other. With two
-strands, the first forward pass and the last backward pass both need a fill array. XLA makes both read a single array,
-which then stays alive for the whole step.
+Without strands, one fill array is alive at a time, because forward and backward layers run one after the other. With
+two strands, the first forward pass and the last backward pass both need a fill array. XLA makes both read a single
+array, which then stays alive for the whole step.
 
 Contract
     Consumes  programs with two strands.
@@ -69,7 +69,7 @@ class ConstantSinking:
 
 
 def _enters(value: Instruction, callers: dict[Computation, list[Instruction]]) -> bool:
-    """Whether `value` is an array that enters a loop body or a called computation."""
+    """Whether `value` is an array of several elements that enters a loop body or a called computation."""
     if shapes.is_tuple(value.shape) or not shapes.element_count(value.shape) > 1:
         return False
     if value.opcode == "get-tuple-element":

@@ -9,10 +9,11 @@
 The input is a `while` loop whose calls are inlined. JAX gives special names to transposed (backward) operations. These
 names propose where to cut, but legality follows from data flow alone:
 
-1. Backward is closed: everything that depends on it belongs to it, in this iteration or, through the loop state, in the
-   next.
+1. Backward is closed: every instruction that depends on a backward instruction belongs to backward. This includes
+   instructions that depend on the previous iteration's backward through the loop state.
 2. Forward and the loop condition do not depend on backward. So forward(i+1) may run before backward(i).
-3. The trip count is proved and at least two. Side effects keep their order (unordered callbacks have none).
+3. The trip count is proved and at least two. The loop has no side effects whose order must stay. Unordered callbacks
+   are allowed.
 
 If a rule does not hold, `partition` raises PassRefusal with the instruction that breaks the rule. It returns None for a
 loop without a backward part. Sources: DHelix, section 3.1 (strands; arXiv 2411.15871), and docs/design/strands.md.
@@ -43,7 +44,7 @@ INSIDE = "the layer loops are inside a shard_map that the loop over micro-batche
 
 
 class LayersInside(PassRefusal):
-    """The loop calls a shard_map that holds the layers. `manual_loop` can perhaps move the loop into the shard_map."""
+    """The loop calls a shard_map that holds the layers. `manual_loop` can move some such loops into a shard_map."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class Partition:
     recomputed: tuple[Instruction, ...]
     """Forward instructions that the backward part recomputes from crossing values."""
     crossing: tuple[Instruction, ...]
-    """Values of forward(i), or of the state before it, that backward(i) reads. They become loop state."""
+    """Results of forward(i), and elements of the state before iteration i, that backward(i) reads.
+
+    They become loop state. State elements that backward writes, or that are loop-invariant, do not cross.
+    """
     written_by_backward: frozenset[int]
     """State elements that backward writes. Forward writes the others."""
 
@@ -118,10 +122,11 @@ def partition(loop: WhileLoop) -> Partition | None:
 
 
 def _first_backward(loop: WhileLoop) -> list[Instruction]:
-    """The instructions where the cut is proposed: the first backward layer loop, or the first unrolled backward layer.
+    """The instructions where the cut is proposed; empty if none is found, or if `loop` is part of a backward pass.
 
-    There are several if a step trains several models, such as actor and critic, and their backward loops do not depend
-    on each other.
+    One of these is proposed: the first backward layer loop, the shard_map of all backward layers, or the first unrolled
+    backward layer. If a step trains several models, such as actor and critic, there are several backward layer loops
+    that do not depend on each other. Then all of these are proposed.
     """
     if BACKWARD_NAME in loop.instruction.op_name:
         return []  # the loop is itself part of a backward pass
@@ -143,7 +148,10 @@ def _first_backward(loop: WhileLoop) -> list[Instruction]:
 
 
 def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
-    """The first of the three instructions that form the shard_map of `seed`; `seed` itself if it is in no shard_map."""
+    """The first instruction of the shard_map that `seed` belongs to; `seed` itself if it belongs to no shard_map.
+
+    A shard_map is three instructions of the loop's body (`passes/hlo/manual_computation.py`).
+    """
     at = seed.operands[0] if seed.opcode == "get-tuple-element" else seed
     return next((one.instructions[0] for one in manual_computations(loop.body) if at in one.instructions), seed)
 
@@ -159,9 +167,9 @@ def holds_backward(loop: WhileLoop) -> bool:
 def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruction | None:
     """The instruction where unrolled code is cut: it reads the smallest cotangent that is alive alone.
 
-    Between two layers only one cotangent, dx, is alive. After the loss and inside a layer, several cotangents are
-    alive, or a larger one is. Of several smallest cotangents, the first one counts. Values that lead only to results of
-    the iteration (weight gradients) do not count.
+    Between two layers only one cotangent, dx, is alive. After the loss and inside a layer, several cotangents or a
+    larger one are alive. If several cotangents are the smallest, the first one is taken. Values that lead only to
+    results of the iteration (weight gradients) do not count.
     """
     if not marked:
         return None
@@ -339,7 +347,7 @@ def _is_cheap(value: Instruction) -> bool:
 def _recipe(
     value: Instruction, loop: WhileLoop, available: Callable[[Instruction], bool]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """The cheap instructions that compute `value`, and those of their inputs that are not available in backward."""
+    """The cheap instructions that compute `value`, and their inputs. Leaves out what backward has (`available`)."""
     again: dict[Instruction, None] = {}
     leaves: dict[Instruction, None] = {}
     stack = [value]

@@ -7,18 +7,20 @@ Before, in one iteration of the strand loop:       After:
 
 1. Pair loops of the two strands in execution order, so that as much work as possible overlaps with the other strand.
    An encoder's forward loop pairs with the decoder's backward loop, and the decoder's forward loop with the encoder's
-   backward loop. Pairs in execution order cannot wait for each other in a cycle.
+   backward loop. Both lists keep their order, so pairs cannot depend on each other in a cycle.
 2. Merge the remaining loops with any loops that they do not depend on: loops of the other strand, merged loops, and
    large loops of their own strand. The merge that overlaps most work with the other strand comes first.
-3. Split a forward loop that has more iterations and stacks nothing, such as a frozen reference model with more layers.
-   Its first iterations merge; the others run alone. A loop with stacks is not split, because its residuals could then
-   no longer share one buffer.
+3. Split a forward loop that has more iterations than a backward loop and stacks nothing. An example is the loop of a
+   frozen reference model with more layers. The first iterations merge with the backward loop. The remaining iterations
+   become a loop of their own. A loop with stacks is not split, because its residuals could then no longer share one
+   buffer.
 4. Merge the loops inside merged loops in the same way.
 
-Every large layer loop that does not overlap with the other strand gets a note with the reason. Loops that only draw
-random numbers merge like other loops. But they are not layer loops, so notes and headlines do not mention them.
+A loop is large if it has at least a quarter of the work of its strand's largest loop. Every large layer loop that does
+not overlap with the other strand gets a note with the reason. Loops that only draw random numbers merge like other
+loops. But they are not layer loops, so the notes and the headline of the report do not mention them.
 
-Why it is legal: merged loops have trip counts that are proved equal, and do not depend on each other by data flow or
+Why it is legal: the trip counts of merged loops are proved equal. The loops do not depend on each other by data flow or
 control dependencies. Each merge checks this again, because earlier merges add dependencies.
 Cost: the live values of one iteration of each loop are alive at once.
 Source: DHelix, section 4.1 (arXiv 2411.15871).
@@ -74,7 +76,9 @@ def loops_of(computation: Computation) -> list[Instruction]:
 
 @dataclass
 class _Group:
-    """A loop, with the original loops that it was merged from. Pairs are (forward, backward).
+    """A loop, with the original loops that it was merged from.
+
+    An attribute "for each strand" is a pair (forward, backward).
 
     Attributes:
       loop: the loop.
@@ -146,7 +150,7 @@ class _Merging:
             self._merge(*max(fitting, key=lambda pair: (_gain(*pair), min(sum(g.work) for g in pair))))
 
     def split_longer(self) -> None:
-        """Splits large forward loops that have more iterations than the backward loops that they could merge with."""
+        """Splits large forward loops with more iterations than backward loops, and merges their first iterations."""
         waiting = [g for g in self._of(_FORWARD) if g.is_large and not g.has_both and not _stacks(g.loop)]
         for longer in waiting:  # this `for` loop appends to `waiting`
             others = [g for g in self._of(_BACKWARD) if _is_shorter(g, longer) and self._independent(g, longer)]
@@ -259,7 +263,7 @@ def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tup
     """
     row: list[_Pairs] = [
         ((0, 0), ()) for _ in range(len(backward) + 1)
-    ]  # row[n]: the best pairs of the groups of `forward` so far with the first n of `backward`
+    ]  # row[n]: the best pairs between the groups of `forward` so far and the first n groups of `backward`
     for f in forward:
         above, row = row, row[:1]
         for n, b in enumerate(backward):

@@ -4,8 +4,9 @@ Before, in the merged layer loop:                      After:
     y  = shard_map(forward ring)(q, k, v)     beta         y, dx = shard_map(q, k, v, r, dy)
     dx = shard_map(backward ring)(r, dy)      alpha            both bodies; the loops over their hops are one loop
 
-A shard_map is a call until XLA has partitioned the program. So loops of two shard_maps cannot merge, and XLA runs them
-one after the other. A ring attention loop could then hide its communication only behind its own products.
+Here the shard_maps are ring attention, and a hop is one step of the ring. A shard_map is a call until XLA has
+partitioned the program. So loops of two shard_maps cannot merge, and XLA runs them one after the other. The
+communication of a ring attention loop could then overlap only with the loop's own matrix products.
 
 Contract
     Consumes  pairs of shard_maps, one of each strand, over the same axes of one mesh. The two do not depend on each
@@ -70,7 +71,7 @@ def merge_manual_computations(
 
 
 def _in_each_strand(computation: Computation, context: PassContext) -> list[str]:
-    """Calls `merge_manual_computations` for a computation in which each name begins with the name of a strand."""
+    """Calls `merge_manual_computations` for a computation whose instructions have their strand in `op_name`."""
     of = {
         strand: [i for i in computation.instructions if i.op_name.startswith(f"{strand}/")] for strand in (BETA, ALPHA)
     }
@@ -140,7 +141,7 @@ def _replace(
     results: Sequence[Instruction],
     users: dict[Instruction, list[Instruction]],
 ) -> None:
-    """Removes the shard_maps `old`. Their readers read `results`, which holds the results of all `old`, in order."""
+    """Removes the shard_maps `old`, and makes their readers read `results`: the new results, in the order of `old`."""
     stands_for: _Copies = {}
     first = 0
     for one in old:

@@ -1,12 +1,13 @@
 """Finds the loops over micro-batches that can become two strands, and rolls unrolled micro-batches into loops.
 
 1. Remove redundant sharding constraints and single-device collectives (`constraint_folding`, `lone_collectives`).
-2. Roll unrolled micro-batches into a loop, in the entry and in each computation that it runs once (`loop_rolling`,
-   `remainder`).
-3. Partition each outermost loop (`forward_backward_cut`). If an iteration holds several micro-batches, first give each
-   of them its own iteration (`loop_flattening`).
-4. If a loop has no partition, try the loops inside it: a loop over steps may hold a loop over micro-batches.
-5. If a loop calls shard_maps for its layers, move the loop into them (`manual_loop`).
+2. Roll unrolled micro-batches into a loop, in the entry computation and in each computation that it runs once
+   (`loop_rolling`, `remainder`).
+3. Partition the body of each outermost loop into a forward and a backward part (`forward_backward_cut`). If an
+   iteration holds several micro-batches, first give each of them its own iteration (`loop_flattening`).
+4. If a loop has no partition, try the loops inside it. For example, a loop over optimizer steps may hold a loop over
+   micro-batches.
+5. If a loop calls shard_maps for its layers, move the loop into one shard_map (`manual_loop`).
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from dhelix.passes.strands.microbatches.written_out.remainder import with_remain
 def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
     """Yields a partition for each outermost loop over micro-batches that can be partitioned.
 
-    Inlines the calls in these loops.
+    Edits `module` by the steps of the module's docstring, and inlines the calls in these loops.
 
     Args:
       refusals: receives the reasons why other loops cannot be partitioned.
@@ -97,7 +98,7 @@ def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction 
         return roll(replace(joined, computation=computation))
     if sum(map(takes_gradients, computation.instructions)) < 2:
         return None
-    # Two calls of one function may use different results, and callees may sum gradients.
+    # Calls are inlined because two calls of one function may use different results, and callees may sum gradients.
     inline_calls(computation, keep=lambda call: stays_a_call(call) or _holds_micro_batches(call))
     drop_dead(computation)
     loop = None
@@ -118,7 +119,8 @@ def _holds_micro_batches(call: Instruction) -> bool:
 def _flattened(loop: Instruction) -> Instruction | None:
     """Turns `loop`, with several equal micro-batches per iteration, into a loop with one micro-batch per iteration.
 
-    Returns the new loop. Returns None if an iteration of `loop` does not hold several equal micro-batches.
+    Returns the new loop. Returns None if an iteration of `loop` does not hold several equal micro-batches, or if
+    `flatten` leaves `loop` as it is.
     """
     try:
         parts = None if is_backward(loop) else equal_parts(loop.called[0])

@@ -5,10 +5,11 @@ Before, in the merged layer loop:               After:
     b = dynamic-slice(w, L-1-l)  of alpha           w' = opt-barrier(w)
                                                     b  = dynamic-slice(w', L-1-l)
 
-If the host can compute where a slice starts, XLA makes the slice an asynchronous copy on its own stream. The plain step
-has such copies. But XLA fuses two slices of one array into one kernel on the compute stream, and products wait for this
-kernel. If both strands run in the same direction, other kernels can be common to both strands, too. An example is the
-kernel that computes the angles of rotary embeddings. A common kernel would make one strand wait for the other.
+If the host can compute where a slice starts, XLA makes the slice an asynchronous copy on its own stream. A step without
+strands has such copies. But XLA fuses two slices of one array into one kernel on the compute stream, and matrix
+products wait for this kernel. If both strands run in the same direction, other kernels can be common to both strands,
+too. An example is the kernel that computes the angles of rotary embeddings. A common kernel would make one strand wait
+for the other.
 
 Contract
     Consumes  a layer loop that strand-duplication merged from loops of both strands.
@@ -19,7 +20,7 @@ Contract
               so the host cannot compute this index in advance.
 
 Why it is legal: a barrier returns its operand. The barrier copies nothing, since the loop does not change the array.
-Cost: copies and products share the memory bandwidth. The step is still faster with separate slices
+Cost: copies and matrix products share the memory bandwidth. The step is still faster with separate slices
 (docs/research_log.md).
 """
 

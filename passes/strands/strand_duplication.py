@@ -11,7 +11,7 @@ Before:                                    After:
 Contract
     Consumes  a `while` over micro-batches, anywhere in the module, that `forward_backward_cut` can partition.
               `microbatch_loops` finds the loop and inlines its calls. If micro-batches are unrolled, it first rolls
-              them into a loop. The program may have made the loop in any way (scan, fori_loop, microbatching).
+              them into a loop. The program may make the loop by any function (scan, fori_loop, optax.microbatching).
     Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Independent layer
               loops merge if their trip counts are proved equal (`loop_merging`). This includes nested loops and loops
               inside shard_maps (`manual_merging`). Other loops, such as loops over frozen layers, stay apart but run in
@@ -22,13 +22,13 @@ Contract
     Leaves    everything else. If no loop can become two strands, the pass raises PassRefusal with the reason and the
               instruction.
 
-Other values of `pairing` are baselines for comparison. With these values, two micro-batches run in the same direction:
-an iteration runs F(i), F(i+1), B(i) and B(i+1).
+The loop above is `pairing="forward-backward"`, the default. Other values are baselines for comparison. With them, two
+micro-batches run in the same direction: an iteration runs F(i), F(i+1), B(i) and B(i+1).
     "forward-forward"       merges the layer loops of F(i) and F(i+1).
     "backward-backward"     merges the layer loops of B(i) and B(i+1).
     "same-direction"        merges both of these pairs.
-Strand alpha is the earlier micro-batch. If M is odd, the first micro-batch runs alone. The residuals of both
-micro-batches are alive at the same time.
+In these baselines, strand alpha is the earlier micro-batch. If M is odd, the first micro-batch runs alone. The
+residuals of both micro-batches are alive at the same time.
 
 Why it is legal: neither B(i-1) nor F(i) reads what the other writes (`forward_backward_cut`, rules 1-3). For the same
 reason F(i+1) may run before B(i).
@@ -79,7 +79,7 @@ class StrandDuplication:
             raise DhelixError(f"pairing={self.pairing!r} is unknown; take one of {', '.join(PAIRINGS)}")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Returns True, as at least one micro-batch loop became two strands. Raises PassRefusal if no loop could."""
+        """Returns True: at least one loop became two strands. Raises PassRefusal if no loop can become two strands."""
         if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
             raise PassRefusal("the program already has two strands; give the step before it was interleaved")
         refusals: list[PassRefusal] = []
@@ -128,7 +128,8 @@ class StrandDuplication:
 def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
     """Makes the new loop body, which runs forward(i) and backward(i-1).
 
-    Returns the body, and the maps from old instructions to their copies: first for forward, then for backward.
+    Returns the body's builder, and two maps from old instructions to their copies: first the map of forward, then the
+    map of backward.
     """
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
@@ -149,7 +150,13 @@ def _results(parts: Partition, forward: Copies, backward: Copies) -> list[Instru
 
 
 def emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copies:
-    """Emits the shared instructions, and reads of the old state's elements from `state`. Returns all copies."""
+    """Copies the instructions that depend on loop invariants only (`Partition.shared`), and the reads of loop state.
+
+    The copies read the elements of the tuple `state`.
+
+    Returns:
+      A map from the old instructions to their copies.
+    """
     copies = {read: builder.element(state, k) for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
     return copies
@@ -219,8 +226,9 @@ def hand_over(computation: Computation, old: Instruction, result: Instruction) -
 def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[tuple[Copies, Copies]]]:
     """Makes a loop body that runs two micro-batches in the same direction.
 
-    Returns the body, and a pair of maps for each pass (forward or backward) whose loops are to be merged. The maps lead
-    from the pass's old instructions to their copies, first in the second micro-batch, then in the first one.
+    Returns the body's builder, and two maps for each pass (forward or backward) whose loops are to be merged. The maps
+    lead from the pass's old instructions to their copies. The first map of a pair is for the later micro-batch, the
+    second map for the earlier one.
     """
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
@@ -236,7 +244,10 @@ def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[
 
 
 def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], strand: str) -> Copies:
-    """Emits one iteration of the old loop, which starts from the state elements `state`. Returns the copies."""
+    """Emits a copy of one iteration of the old loop. The copy starts from the state elements `state`.
+
+    Returns a map from old instructions to their copies.
+    """
     copies = {read: state[k] for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
     own = (*parts.forward, *parts.backward)
@@ -248,7 +259,7 @@ def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], s
 def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
     """Replaces the old loop by a loop over pairs of micro-batches. If M is odd, the first micro-batch runs before it.
 
-    Returns the copies of the first micro-batch in a list. If M is even, the list is empty.
+    Returns a list that holds the copies of the micro-batch that runs before the loop. If M is even, it is empty.
     """
     loop = parts.loop
     old, start = loop.instruction, loop.instruction.operands[0]

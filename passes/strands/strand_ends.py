@@ -3,28 +3,30 @@
 Before (`strand_skew`, `strand_duplication`):      After:
     F1(0)                                              F1(0)
     F2(0)                 L - k layers                 F2(0)             its first L - 2k layers
-    F1(1)                 k layers                     F2(0) + F1(1)     its last k, in one loop
+    F1(1)                 k layers                     F2(0) + F1(1)     its last k layers, in one loop
     strands: B2(i-1) + F2(i), B1(i-1) + F1(i+1)        strands
     B2(M-2)               L - k layers                 B2(M-2) + F2(M-1)
     B1(M-2)               k layers
-    F2(M-1), head, B2(M-1)                             B1(M-2) + B2(M-1), head before it
-    B1(M-1)                                            B2(M-1)           its last L - 2k layers; B1(M-1)
+    F2(M-1), head, B2(M-1)                             head, then
+                                                       B1(M-2) + B2(M-1) its first k layers, in one loop
+    B1(M-1)                                            B2(M-1)           its other L - 2k layers; B1(M-1)
 
-F1(m) and B1(m) are the forward and the backward pass of micro-batch m through the first k of L layers. F2(m) and B2(m)
-are its passes through the other L - k layers. M is the number of micro-batches, and k is the skew.
+The strand loop (`strands` above) is the loop over micro-batches that runs both strands. F1(m) and B1(m) are the
+forward and the backward pass of micro-batch m through the first k of L layers. F2(m) and B2(m) are its passes through
+the other L - k layers. M is the number of micro-batches, and k is the skew.
 
 Contract
     Consumes  the eight layer loops that `strand_skew` and `strand_duplication` leave before and after the strand loop.
               The pass recognizes these loops by their names.
     Makes     three merged loops. In B2(M-2) + F2(M-1), the two strands run in opposite directions. There, pairs of
-              residual stacks share one buffer, as `activation_sharing` does in the strand loop.
+              residual stacks share one buffer, as in the strand loop (`activation_sharing`).
     Leaves    loops that depend on each other, with a note.
 
 Why it is legal: merged loops depend on each other only through gradient accumulators. For example, B1(M-2) and
 B2(M-1) add to the same accumulators. The counters of both loops are proved (`hlo/loops.py`). They show that the two
 loops change different slots of an accumulator. So each slot gets the same additions in the same order.
-Cost: if L > 2k, two loops are split once more. XLA takes longer to schedule merged bodies. DHelix runs the first and
-last passes alone (section 4.1, arXiv 2411.15871).
+Cost: if L > 2k, two loops are split once more. XLA takes longer to schedule merged bodies. In the DHelix paper, the
+first and last passes run alone (section 4.1, arXiv 2411.15871).
 """
 
 from collections.abc import Iterator
@@ -60,7 +62,7 @@ class StrandEnds:
 
 
 def _ends(computation: Computation) -> _Ends:
-    """The loops that run a part of the layers. A key is the name of that part and the strand."""
+    """The layer loops of skewed strands. Each runs a part of the layers. A key is (name of the part, strand)."""
     found: _Ends = {}
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
         for name in SKEWED:
@@ -92,8 +94,8 @@ def _merge_ends(computation: Computation, ends: _Ends, context: PassContext) -> 
 def _merge(first: Instruction, second: Instruction, context: PassContext) -> Instruction | None:
     """Merges both loops into one loop and returns it.
 
-    Returns None if one loop depends on the other. As an exception, both may change a common stack, if they change
-    different slots. In this case, `second` must be the later loop.
+    Returns None if one loop depends on the other. One dependence is allowed: both loops may change a common stack, if
+    they change different slots of it. In this case, `second` must be the later loop.
     """
     computation = first.computation
     drop_dead(computation)
@@ -133,7 +135,7 @@ def _changed_on(
 
 
 def _share(loop: Instruction, context: PassContext) -> None:
-    """Makes `loop` store its new residuals in old stacks of the same shape, which no later loop reads."""
+    """Makes `loop` store new residuals in stacks of the same shape that `loop` itself is the last loop to read."""
     layers = WhileLoop(loop)
     free = list(_read_for_the_last_time(layers))
     stacks: list[Stack] = []

@@ -6,6 +6,9 @@ Before, in the strand loop (straight-line code):     After:
     x1  = layer 0 forward(x0)        beta                x2  = layer 1 forward(x1)
     x2  = layer 1 forward(x1)                            dx2, x2, dw2 = opt-barrier(dx2, x2, dw2)
 
+The strand loop is the loop over micro-batches that runs both strands. In iteration i, strand alpha is B(i-1), the
+backward pass of micro-batch i-1. Strand beta is F(i), the forward pass of micro-batch i.
+
 Contract
     Consumes  a strand loop whose body holds operations of both strands and no loop with matrix products.
     Makes     one barrier for each pair of cuts: the n-th cut of forward and of backward. A cut is a value on which all
@@ -15,8 +18,8 @@ Contract
     Leaves    strand loops that hold layer loops (merged layer loops are in step already), and strands that depend on
               each other.
 
-Why it is legal: a barrier returns its operands unchanged. Barriers create no cycle: the strands do not depend on each
-other, and each strand's cuts are ordered, so a barrier depends only on earlier barriers.
+Why it is legal: a barrier returns its operands unchanged. Barriers create no cycle. The strands do not depend on each
+other, and each strand's cuts are ordered. So a barrier depends only on earlier barriers.
 Cost: a barrier itself costs nothing. Without barriers XLA's scheduler runs all of F(i) and then B(i-1), so the
 residuals of two micro-batches are alive. With barriers, a residual of F(i) can reuse the buffer of a residual that
 B(i-1) has read. If that buffer belongs to another layer, XLA later copies the residual to the buffer of its own layer.
@@ -85,7 +88,7 @@ def _pair(forward: list[Instruction], backward: list[Instruction]) -> list[tuple
     """Pairs the n-th cuts of both strands.
 
     If one strand has about r times as many cuts as the other (r = 2 under remat), takes every r-th cut of that strand.
-    Cuts that are left over lie outside of the layers.
+    The remaining cuts get no partner. They lie outside of the layers.
     """
     if not forward or not backward:
         return []
@@ -98,7 +101,7 @@ def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
     """The cuts of a strand, in order: values on which all later work of the strand depends.
 
     If there are several such values between two matrix products, the smallest value is the cut. Values before the first
-    matrix product are not cuts, and the last value of the main path is not a cut.
+    matrix product are not cuts, and the last value of the main path (`_main_path`) is not a cut.
     """
     last, path = _main_path(body, {i for i in strand if _carries(i)})
     users = body.users()
@@ -116,9 +119,13 @@ def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
 
 
 def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instruction | None, set[Instruction]]:
-    """The last instruction of the longest chain of `members` that ends in a matrix product, and its main path.
+    """The last instruction of a strand's main path, and the main path.
 
-    The main path consists of all members that lie between the first and the last instruction of the chain.
+    The longest chain of dependent `members` that ends in a matrix product determines the main path. The path consists
+    of all members that depend on the first instruction of this chain, and on which the last instruction depends.
+
+    Returns:
+      The last instruction, and the main path. If no member is a matrix product, these are None and an empty set.
     """
     depth: dict[Instruction, int] = {}
     first: dict[Instruction, Instruction] = {}  # the start of the longest chain to each instruction
@@ -140,7 +147,10 @@ def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instructio
 
 
 def _finished_before(body: Computation, alpha: list[Instruction], cuts: list[Instruction]) -> list[list[Instruction]]:
-    """For each cut of strand alpha, the results of an iteration that depend on all earlier cuts but not on this cut."""
+    """For each cut of strand alpha, the elements of the new loop state that are finished when this cut is made.
+
+    These elements depend on all earlier cuts but not on this cut.
+    """
     number = {cut: n for n, cut in enumerate(cuts)}
     needed: dict[Instruction, int] = {}  # how many cuts an instruction depends on
     for i in body.instructions:

@@ -1,4 +1,4 @@
-"""Skews the strands by k layers, so that they can also run together at both ends of the step.
+"""Skews the strands: each iteration also runs the first k layers of the next micro-batch.
 
 Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2, B2: the others):
     while i < M:                               F1(0)
@@ -7,16 +7,17 @@ Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2
                                                  F1(i+1)
                                                F2(M-1), head, B2(M-1), B1(M-1)
 
-`strand_duplication` turns this loop into B2(i-1) + F2(i), head, B1(i-1) + F1(i+1). Before and after the strand loop,
-`strand_ends` then finds layers of two micro-batches that do not depend on each other. Without skew, F(0) and B(M-1) run
-alone. They are 1/M of the step, and nothing hides their communication.
+F(i) and B(i) are the forward and the backward pass of micro-batch i. `strand_duplication` turns this loop into the
+strand loop: B2(i-1) + F2(i), head, B1(i-1) + F1(i+1). Before and after the strand loop, `strand_ends` then finds layers
+of two micro-batches that do not depend on each other, and merges them. Without skew, F(0) and B(M-1) run alone. They
+are 1/M of the step, and nothing hides their communication.
 
 Contract
     Consumes  a loop over at least three micro-batches that `forward_backward_cut` partitions. The loop has one forward
               and one backward layer loop of the same proved trip count L >= 2k. The pass must run before
               strand_duplication.
     Makes     the loop above. Each layer loop becomes two loops, with names that say which layers they run. Each stack
-              of residuals becomes two stacks of k and L - k slots, so that the residuals of the first k layers can live
+              of residuals becomes two stacks, of k and of L - k slots. So the residuals of the first k layers can live
               longer. Gradients are added up layer by layer (`gradient_accumulation`).
     Leaves    everything else. If a loop over micro-batches cannot be skewed, the pass raises PassRefusal with the
               reason.
@@ -25,8 +26,8 @@ Why it is legal: F1(i+1) consists of the instructions up to the first k layers. 
 that the backward pass writes (`forward_backward_cut`, rule 2). It starts from the state that iteration i leaves. So
 each micro-batch computes the same values as before.
 Cost: the residuals of k layers of a third micro-batch are alive. XLA compiles and schedules two to three times as many
-loops. Skew helps if communication is exposed (docs/research_log.md). DHelix does not hide the communication of the
-first and last passes (section 4.1, arXiv 2411.15871).
+loops. Skew helps if communication is exposed (docs/research_log.md). The DHelix paper does not hide the communication
+of the first and last passes (section 4.1, arXiv 2411.15871).
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class StrandSkew:
     """Skews the strands of each loop over micro-batches.
 
     Attributes:
-      skew: the number of layers k by which the strands are apart, at least 1.
+      skew: the number k of layers of the next micro-batch that an iteration also runs; at least 1.
     """
 
     skew: int
@@ -84,7 +85,7 @@ class StrandSkew:
 
 
 def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instruction]:
-    """The forward and the backward layer loop. Raises PassRefusal if these loops cannot be split."""
+    """The forward and the backward layer loop. Raises PassRefusal if they cannot be split at `apart` layers."""
     if parts.trip_count < 3:
         raise PassRefusal(f"strands of {parts.trip_count} micro-batches cannot be skewed; that takes at least 3")
     found = []
@@ -105,7 +106,7 @@ def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instr
 
 
 def _split(body: Computation, forward: Instruction, backward: Instruction, apart: int) -> None:
-    """Splits each layer loop and each stack of residuals in two."""
+    """Splits each layer loop, and each stack of residuals, into the first `apart` layers and the others."""
     layers = WhileLoop(forward).trip_count
     assert layers is not None  # checked by _loops_over_layers
     stacks = _stacks(forward, backward)
@@ -123,7 +124,8 @@ def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int,
     """The stacks of residuals that forward writes from slot 0 upwards and backward reads in the opposite order.
 
     Returns:
-      For each stack its element in the forward loop, its element in the backward loop, and its initial value.
+      For each stack, its state element in the forward loop, its state element in the backward loop, and its initial
+      value.
     """
     loop = WhileLoop(forward)
     found = []
@@ -157,7 +159,10 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
     rest = [i for i in parts.forward if i not in early] + list(parts.backward)
 
     def all_but_first_layers(builder: Builder, state: Instruction) -> tuple[Copies, list[Instruction]]:
-        """Emits one micro-batch without its first layers. Returns the shared values, and the new state's elements."""
+        """Emits one micro-batch without its first layers.
+
+        Returns the copies of shared instructions (`emit_shared`), and the elements of the new loop state.
+        """
         shared = emit_shared(builder, parts, state)
         copies = shared | {value: builder.element(state, loop.size + n) for n, value in enumerate(handed)}
         copy_instructions(builder, rest, copies)

@@ -5,5 +5,5 @@
                                (accumulators.py) and sums over replicas (partial_sums.py), and rewrites both (parts.py)
     late_reductions.py         the same rewrite for programs that write their own all-reduces, in a shard_map
 
-Modules of this folder may import `passes/hlo` and `passes/analysis`.
+Modules of this folder may import `passes/hlo`, `passes/analysis` and `passes/framework`.
 """

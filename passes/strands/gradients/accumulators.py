@@ -6,6 +6,8 @@
                      acc[l] = slot + g                zeros    the initial zeros
              -> step(acc)                             ends     step
 
+On the left is a program, and on the right are the attributes of its `Accumulator`.
+
 The search starts from an element of a loop's state. It follows the readers of the element, and the earlier loops that
 made its initial value, until it finds nothing new. An accumulator may pass through optimization barriers. If its
 initial value is not zeros, the initial value counts as an added value.
@@ -21,7 +23,7 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.stacks import is_one_slot, zeros_behind
 
 type Use = tuple[Instruction, int]
-"""An instruction and the number of one of its operands."""
+"""An instruction and the number of one of its operands, or a loop or barrier and the number of a state element."""
 
 _HOLDERS = ("while", "opt-barrier")
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
@@ -29,7 +31,7 @@ _TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
 class Readers:
-    """The users of all values of a module, and the loop of each body. Create one object before the module changes."""
+    """The users of all values of a module, and the loop of each loop body. Create it before the module changes."""
 
     def __init__(self, module: HloModule) -> None:
         self._users = {c: c.users() for c in module.computations}
@@ -78,10 +80,10 @@ class Accumulator:
 
     @property
     def slot_rank(self) -> int:
-        """The number of last dimensions that lie within one slot in every value of the accumulator.
+        """The number of trailing dimensions that belong to one slot in every value of the accumulator.
 
         In a plain array, these are all dimensions. In a stack, these are all dimensions except the first. In a reshape,
-        these are the last dimensions that the reshape keeps.
+        these are the trailing dimensions that the reshape keeps.
         """
         ranks = [len(value.shape.dimensions) - (value.opcode in _SLICED) for value in self.values]
         return min([*ranks, *(_kept(value) for value in self.values if value.opcode == "reshape")])
@@ -116,7 +118,7 @@ def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
 def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) -> Accumulator:
     """Finds the accumulator of state element `element` of `loop`.
 
-    The search follows values outside of `loop`, in the computation that holds it, only if `outside`.
+    If `outside` is set, the search also follows values outside of `loop`, in the computation that holds `loop`.
     """
     found = Accumulator(loop.computation)
     loops: list[Use] = [(loop, element)]
@@ -182,7 +184,7 @@ def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
 
 
 def given_to(holder: Instruction) -> list[Instruction]:
-    """The tuples that `holder` takes: its operand, and, for a loop, the root of its body."""
+    """The tuples that a loop or barrier takes: its operand, and the root of a loop's body."""
     return [holder.operands[0], *(body.root for body in holder.called[:1])]
 
 
@@ -193,7 +195,10 @@ def _is_followed(reader: Instruction, found: Accumulator) -> bool:
 
 
 def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruction]:
-    """The reads of one element of `holder`, a loop or a barrier: reads of its result, and in a loop's computations."""
+    """The reads of one element of `holder`, a loop or a barrier.
+
+    These are the reads of its result, and the reads in a loop's body and condition.
+    """
     if any(given.opcode != "tuple" for given in given_to(holder)):
         raise PassRefusal("a loop does not carry gradients in a tuple", holder)
     sources = [holder, *(readers.parameters[called][0] for called in holder.called)]
@@ -201,7 +206,7 @@ def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruct
 
 
 def _from_zeros(value: Instruction) -> list[Instruction]:
-    """The chain of additions to zeros that makes `value`, in micro-batches before the loop.
+    """The chain of additions to zeros that makes the initial value `value`, in micro-batches that run before the loop.
 
     Empty if `value` is made in another way.
     """
@@ -230,7 +235,7 @@ def _element_behind(value: Instruction, found: Accumulator, readers: Readers, ou
 
 
 def _kept(reshape: Instruction) -> int:
-    """How many of the last dimensions of its operand `reshape` keeps."""
+    """How many trailing dimensions of its operand `reshape` keeps."""
     pairs = zip(reversed(reshape.shape.dimensions), reversed(reshape.operands[0].shape.dimensions), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

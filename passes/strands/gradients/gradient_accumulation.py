@@ -7,23 +7,23 @@ Before:                                         After:
 
 Contract
     Consumes  a layer loop of strand alpha with a stack of gradients. The loop writes every slot once. The stack is used
-              only in an addition to an accumulator, which does not depend on the loop. Between the stack and the
-              addition, there may be elementwise operations (such as a conversion, a factor or weight decay) and
+              only in an addition to an accumulator. The accumulator does not depend on the loop. Between the stack and
+              the addition, there may be elementwise operations (such as a conversion, a factor or weight decay) and
               all-reduces. Other operands of these operations must not depend on the loop. There may also be either
               reshapes, or sharding constraints that do not split the stack between layers. In nested loops, such as
               loops over groups of layers, the outer loop takes the accumulator.
     Makes     the accumulator a state element of the loop, and removes the stack. The operations between stack and
               addition are applied to each slot. A constraint that leaves a sum over devices open (`unreduced`) is
-              repeated on the slots and on the accumulator, because no partitioner infers such a constraint.
-    Leaves    every other stack. A stack of open sums also stays if there are other operations than conversions,
-              negations, constant factors, all-reduces and constraints. A constraint that splits a stack between layers
-              gets a note.
+              repeated on the slots and on the accumulator. No partitioner infers such a constraint.
+    Leaves    every other stack. With an `unreduced` constraint, a stack also stays if there are other operations than
+              conversions, negations, constant factors, all-reduces and constraints. A constraint that splits a stack
+              between layers gets a note.
 
-Why it is legal: the proved loop counter shows that every slot is written exactly once. So each element of the
-accumulator gets the same single addition of the same two numbers as before, and results are equal to the last bit. The
-initial contents of the stack do not matter, because every slot is overwritten.
+Why it is legal: the loop's counter is proved (`hlo/loops.py`), which shows that every slot is written exactly once. So
+each element of the accumulator gets the same single addition of the same two numbers as before. Results are equal to
+the last bit. The initial contents of the stack do not matter, because every slot is overwritten.
 Cost: none. The pass saves the memory of one stack of gradients, which would be alive together with the other strand's
-logits. It also saves three passes over this memory per micro-batch: zeros, write and read.
+logits. In each micro-batch, it also saves filling this memory with zeros, writing it and reading it.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,10 @@ type Users = dict[Instruction, list[Instruction]]
 
 @dataclass(frozen=True)
 class _Sum:
-    """An addition `total = accumulator + steps(result)`. The loop makes `result`, a stack of gradients, by `write`."""
+    """An addition `total = accumulator + steps(result)` of a stack of gradients, `result`, to an accumulator.
+
+    The stack is state element `element` of the loop, and `write` writes its slots in the loop's body.
+    """
 
     element: int
     write: Instruction
@@ -177,9 +180,8 @@ def _addition(
 def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
     """The addition of `result` to an accumulator; None if there is none.
 
-    If there are several additions, the first whose other operand is an element of a tuple counts, because such a tuple
-    is the state of a loop or of a micro-batch. If there is no addition to such an element, the first addition of all
-    counts.
+    There may be several additions. The first one whose other operand is an element of a tuple is taken, because such a
+    tuple is the state of a loop or of a micro-batch. If no addition has such an operand, the first addition is taken.
     """
     found: _Sum | None = None
     steps: list[Instruction] = []
@@ -206,7 +208,7 @@ def _is_step(user: Instruction) -> bool:
 
 
 def _keeps_open(step: Instruction) -> bool:
-    """Whether `step` may stand between an open sum over devices and its accumulator.
+    """Whether `step` may be between a stack of sums that are left open (`unreduced`) and the accumulator.
 
     Such a step reads no array from before the loop, except constant-filled arrays. So the loop carries no additional
     array.
@@ -248,7 +250,10 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
 
 
 class _Slots:
-    """Makes, in the loop's body, slots of values from outside: the slots of the layer whose gradient is written."""
+    """Makes slots of values from outside the loop. The instructions that make them are in the loop's body.
+
+    In each iteration, a slot belongs to the layer whose gradient is written.
+    """
 
     def __init__(self, loop: Instruction, one: _Sum) -> None:
         self._loop = loop

@@ -1,9 +1,9 @@
-"""Moves all-reduces of gradients behind the loop over micro-batches. The program itself wrote them, in a shard_map.
+"""Moves all-reduces of gradients behind the loop over micro-batches. The program itself calls them, in a shard_map.
 
     acc[l] += steps(all-reduce(g))      ->      acc[l] += steps(g)      ...      all-reduce(acc)
 
-Why it is legal: an all-reduce of a sum is the sum of all-reduces. Between the all-reduce and the accumulator there may
-be only steps that move elements, scale them by a constant, or convert them to another floating-point precision.
+Why it is legal: an all-reduce of a sum is the sum of all-reduces. The steps between the all-reduce and the accumulator
+may only move elements, scale them by a constant, or convert them between floating-point types of 16 bits or more.
 The final all-reduce is applied to the accumulator. It uses the widest type in which the program reduces the gradients
 of this accumulator. If that type is float16, it uses the accumulator's type. An all-reduce that has other readers, too,
 stays for these readers.

@@ -2,10 +2,10 @@
 
     dw = dot(x, dy)      x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp"
 
-This `dw` is a sum over "dp". Results of operations that distribute over a sum are sums over "dp", too: transposing,
-reshaping, converting, scaling, selecting by a condition, adding another sum over "dp", and stacking or adding up such
-sums in a loop. A term that is not a sum over "dp" (such as weight decay) must count once. So it is added to the first
-replica's part only.
+This `dw` is a sum over "dp". Results of operations that distribute over a sum are sums over "dp", too. Such operations
+transpose, reshape, convert or scale the sum, select by a condition, or add another sum over "dp". A loop may also stack
+or add up such sums. A term that is not a sum over "dp" (such as weight decay) must count once. So it is added to the
+first replica's part only.
 
 Legality assumes nothing about the partitioner: `parts.py` rewrites any sum as parts that add up to the sum. Shardy
 propagates the program's shardings. The result decides for which axes a rewrite saves communication.
@@ -47,11 +47,11 @@ class Partial:
 
 
 class PartialSums:
-    """Decides which values of a program are sums, and over which axes. Create one object before the module changes.
+    """Decides which values of a program are sums, and over which mesh axes. Create it before the module changes.
 
     Args:
-      carried: the loop elements of accumulators that last for a whole step. An accumulator within one micro-batch must
-        not use any of these elements.
+      carried: the loop-state elements of the accumulators of the whole step. A loop inside one micro-batch may stack or
+        add up gradients, but not in any of these elements.
     """
 
     def __init__(self, known: Propagated, readers: Readers, carried: Collection[Use]) -> None:
@@ -82,11 +82,14 @@ class PartialSums:
             return ()
 
     def factor(self, product: Instruction) -> int:
-        """The number of the operand of `product` that is split into parts. The other operand stays whole."""
+        """The number of the operand of `product` that is split into parts. The other operand stays whole.
+
+        Call `of(product)` first.
+        """
         return self._factors[product]
 
     def made_by_loop(self, result: Instruction) -> Accumulator:
-        """The accumulator by which a loop inside a micro-batch stacks or adds up `result`."""
+        """The accumulator by which a loop inside a micro-batch stacks or adds up `result`. Call `of(result)` first."""
         return self._made_by_loops[result]
 
     def of_accumulator(self, one: Accumulator) -> Partial:
@@ -133,8 +136,8 @@ class PartialSums:
     def _joined(self, terms: Sequence[Use]) -> Partial:
         """The value that is made by adding up or concatenating terms, as a sum of parts.
 
-        Its axes start as the axes of the first term that is a sum. Each later sum that shares some of these axes
-        reduces them to the shared axes. All other terms stay whole, and only the first replica keeps whole terms. So
+        The axes start as the axes of the first term that is a sum. Each later sum that shares some of these axes
+        reduces them to the shared axes. All other terms stay whole: they are added to the first replica's part only. So
         axes that split a whole term are left out.
         """
         axes, types = set(self.known.axes), set[int]()

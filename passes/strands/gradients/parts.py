@@ -5,14 +5,14 @@
 In parts, this becomes
 
     x'  = reshape(x)    [4, b/4, s, k];  dy' likewise
-    dw' = dot(x', dy')  [4, k, n], the 4 a batch dimension, split over "dp"
+    dw' = dot(x', dy')  [4, k, n], where 4 is a batch dimension of the dot, split over "dp"
 
 Then `dw` is the sum of `dw'` along its first dimension. Operations on `dw` (`partial_sums.py`) are applied to the
 parts. In an accumulator, the parts lie along an additional dimension. In a stack, this dimension follows the dimension
 of the slots.
 
 Legality assumes nothing about the partitioner: the parts add up to the sum, however arrays are split. If `b` is split
-as propagation says, every device computes its own part without communication.
+as Shardy's propagation predicts, every device computes its own part without communication.
 
 Why it is legal: a sum over b becomes a sum over b/4 and a sum over 4. Floating-point additions are grouped differently,
 as they are when a partitioner splits b. The parts of a product are the parts of one factor, each times the other
@@ -46,7 +46,7 @@ class Parts:
 
     Args:
       sums: the sums of the program; all `Parts` of the program share this object.
-      axes: the mesh axes over which sums stay open.
+      axes: the mesh axes over which sums stay open, which means that their parts are not added up yet.
     """
 
     def __init__(self, sums: PartialSums, axes: Axes) -> None:
@@ -59,7 +59,10 @@ class Parts:
         self._closed: dict[Instruction, Instruction] = {}  # final sums -> accumulator values that are summed
 
     def open(self, one: Accumulator, partial: Partial) -> None:
-        """Rewrites an accumulator to hold parts: (1) added values, (2) loop state and values, (3) zeros, (4) readers.
+        """Rewrites an accumulator to hold parts.
+
+        This changes (1) added values, (2) loop state and values of the accumulator, (3) initial zeros, and (4) readers
+        of the final sum. These then read the sum of the parts.
 
         Args:
           partial: the accumulator as a sum (`PartialSums.of_accumulator`).
@@ -233,7 +236,10 @@ class Parts:
         return self._joined(builder, made, value)
 
     def _scatter(self, builder: Builder, value: Instruction) -> Instruction:
-        """The parts of a scatter: each replica adds its own rows to its own zeros. Replicas are batching dimensions."""
+        """The parts of a scatter: each replica adds its own rows to its own zeros.
+
+        The scatter gets one batching dimension for each axis of the replicas.
+        """
         summed = scattered_dimensions(value, self.known)
         indices, of_indices, index_replicas = self._taken_apart(builder, value, 1, [((0, *d), s) for d, s in summed])
         updates, of_updates, _ = self._taken_apart(builder, value, 2, [((0, *d), s) for d, s in summed])
@@ -309,7 +315,7 @@ def _give(values: list[tuple[Use, Instruction]]) -> None:
 
 
 def _widen(shape: Any, rank: int, count: int) -> int:
-    """Inserts a dimension of size `count` before the last `rank` dimensions of `shape`. Returns its number."""
+    """Inserts a dimension of size `count` into `shape`, before its last `rank` dimensions. Returns the new number."""
     at = len(shape.dimensions) - rank
     shape.CopyFrom(with_dimension(shape, at, count))
     return at

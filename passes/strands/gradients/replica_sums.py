@@ -15,17 +15,17 @@ Contract
     Makes     accumulators with one more dimension R, which holds one part per replica. R is split over the axes that
               the gradients are summed over, except axes that already split the accumulator. After the last loop, the
               parts are summed over R, in the type in which the program sums over replicas (float32 instead of float16).
-    Leaves    other gradients, with the reason. Examples are gradients that custom calls make, or that are read between
+    Leaves    other gradients, with a note. Examples are gradients that custom calls make, or that are read between
               micro-batches. XLA may still move their all-reduces out of loops. The pass also leaves programs with
-              several Shardy meshes, and programs that were lowered for GSPMD if their tiles form no mesh.
+              several Shardy meshes, and programs that were lowered for GSPMD, if their tile assignments form no mesh.
 
-Why it is legal: at all times the parts add up to the accumulator. This is true of the initial zeros, and each sum is
+Why it is legal: at all times the parts add up to the accumulator. The initial zeros add up to zero, and each sum is
 added part by part. Only the order of additions changes: over micro-batches first, over replicas last. Sharding never
 changes the values. Propagation (`passes/analysis/propagation.py`) only decides which sums are worth a rewrite.
-Cost: no memory, since each device holds one part, which has the size of the whole accumulator. A step does one
-all-reduce per accumulator, instead of one per micro-batch. XLA's pass while-loop-all-reduce-code-motion does the same
-for simple loops. But it adds one accumulator for each loop from which it moves an all-reduce. This takes much memory if
-loops are nested, as in strands.
+Cost: no memory. Without the rewrite, each device holds the whole accumulator. With it, each device holds one part of
+the same size. A step does one all-reduce per accumulator, instead of one per micro-batch. XLA's pass
+while-loop-all-reduce-code-motion does the same for simple loops. But it adds one accumulator for each loop from which
+it moves an all-reduce. This takes much memory if loops are nested, as in strands.
 The DHelix paper does not describe this rewrite. Megatron's hand-written gradient accumulation does the same.
 """
 

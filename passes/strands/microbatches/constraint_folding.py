@@ -7,19 +7,21 @@ Before, as JAX lowers a step on a mesh of explicit axes:      After:
         a     = constraint(reshape(dynamic-slice(stack, l)), S')      a     = reshape(dynamic-slice(stack, l))
         new   = constraint(dynamic-update-slice(stack, b, l), S)      new   = dynamic-update-slice(stack, b, l)
 
-In such programs a constraint follows every operation, so passes recognize no counter, stack of residuals or
-accumulator. `microbatch_loops.partitions` calls `fold_constraints` before other passes run.
+S and S' are shardings, and "-" is the sharding of a scalar. In such programs a constraint follows every operation. So
+passes recognize no counter, stack of residuals or accumulator. `microbatch_loops.partitions` calls `fold_constraints`
+before other passes run.
 
 Contract
-    Consumes  constraints that repeat the known sharding of their operand. Scalars have a known sharding, because they
-              are never split. So do results of other constraints, and results of calls. For a loop-carried value, the
-              initial value tells the sharding, if the loop only moves the carried value or adds to it. Slices and
-              updates of values with a known sharding have a known sharding, too. So do reshapes of such values that
-              only add or remove dimensions of size 1.
+    Consumes  constraints that repeat the known sharding of their operand. The sharding of these values is known:
+              - scalars, because they are never split, and results of other constraints
+              - the result of a call, from the callee's root, and a parameter, if all calls give it one known sharding
+              - a loop-carried value, from the initial value, if the loop only moves the carried value or adds to it
+              - slices and updates of values with a known sharding
+              - reshapes of such values that only add or remove dimensions of size 1
     Makes     the operand in place of the constraint.
     Leaves    all other constraints. Examples are constraints that gather weights before a product, that say where a
               product is summed, or that keep a sum over devices open (`unreduced`). If a constraint of the last kind
-              were removed, the partitioner would close the sum there.
+              were removed, the partitioner would sum over devices there.
 
 Why it is legal: a constraint returns its operand. The partitioner propagates the known sharding along the same edges,
 from the constraint that stays.
@@ -122,8 +124,9 @@ class _Shardings:
     def _carried_as(self, value: Instruction) -> Split | None:
         """The known split of the loop-state element that `value` becomes, if the loop only adds to that element.
 
-        None otherwise. So a hidden state keeps its constraint, which says where layers sum. A sum also keeps its
-        constraint if an added term is split differently, since either sharding could propagate to the sum.
+        None otherwise. For example, more than an addition reads a hidden state. So the hidden state keeps its
+        constraint, which says where products are summed over devices. A sum also keeps its constraint if an added term
+        is split differently, since either sharding could propagate to the sum.
         """
         body = value.computation
         if self._loop(body) is None or body.root.opcode != "tuple":

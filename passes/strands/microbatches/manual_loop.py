@@ -1,7 +1,7 @@
 """Moves a loop over micro-batches into a shard_map, if the loop calls shard_maps for its forward and backward pass.
 
-JAX makes such a loop from `value_and_grad` of a loss that is a shard_map. All arrays of the loop are whole arrays. A
-shard_map is a chain of three instructions (`passes/hlo/manual_computation.py`).
+JAX makes such a loop from `value_and_grad` of a loss that is a shard_map. Outside of the shard_maps, the loop computes
+on whole (global) arrays. A shard_map is a chain of three instructions (`passes/hlo/manual_computation.py`).
 
 Before:                                                  After:
 
@@ -20,17 +20,17 @@ pass works as usual. `microbatch_loops` calls `move_inside` if a shard_map that 
 Contract
     Consumes  a loop whose body holds shard_maps over the same axes of one mesh. All other operations of the body must
               do the same to each device's parts as to whole arrays. These are elementwise operations, slices along
-              dimensions that are not split, any operation on arrays that are not split at all, and sums, maxima and
-              minima.
+              dimensions that are not split, and sums, maxima and minima. On arrays that are not split at all, most
+              operations are allowed.
     Makes     one shard_map around the loop. A reduction along a split dimension becomes a reduction of the parts and an
               all-reduce.
     Leaves    every other loop. In that case, `move_inside` raises PassRefusal with the reason.
 
 Why it is legal: the shard_maps and the operations around them determine one split of each array of the body, loop state
-included. So a shard_map gets and returns the same parts that the operations around it make and read. With these parts,
-each device computes what the partitioner would make it compute.
-Cost: time linear in the number of instructions. The shard_maps' splits of loop-carried arrays already apply before the
-loop. This rewrite is not based on a paper.
+included. So the operations around a shard_map make the same parts that the shard_map takes, and read the same parts
+that it returns. With these parts, each device computes what the partitioner would make it compute.
+Cost: time linear in the number of instructions. Loop-carried arrays are split before the loop, as the shard_maps split
+them. This rewrite is not based on a paper.
 """
 
 from __future__ import annotations

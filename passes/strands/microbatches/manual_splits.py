@@ -4,10 +4,12 @@
     y   = shard_map(w, x)                  x      [b: dp, d]        the shard_map says so
     acc = acc + y                          y, acc [f: tp]           the shard_map says so, hence in every iteration
 
+`[b: dp, d]` are two dimensions, of which b is split over the mesh axis dp, and d is not split.
+
 Dimensions that must be split alike form one class (union-find over the dimensions of all values). A shard_map says how
 a class is split. A class is not split if an operation needs its dimensions whole, or if no shard_map splits it.
 
-`manual_loop.py` uses this module. Its time is linear in the number of instructions.
+`manual_loop.py` uses this module. The analysis takes time linear in the number of instructions.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Splits:
     held: list[ManualComputation]
     parent: dict[_Dimension, _Dimension] = field(default_factory=dict)
     known: dict[_Dimension, tuple[Axes, int]] = field(default_factory=dict)
-    """For the head of each class, the mesh axes that split the class and the number of parts."""
+    """For the representative of each class (`_head`), the mesh axes that split the class, and the number of parts."""
 
     def __post_init__(self) -> None:
         body = self.loop.body
@@ -121,7 +123,7 @@ class Splits:
             self._pin((value, leaf, d), axes, whole.dimensions[d] // local.dimensions[d])
 
     def _visit(self, instruction: Instruction) -> None:
-        """Records which dimensions an operation outside of shard_maps splits alike, in its operands and its result."""
+        """Records which dimensions of operands and result must be split alike, for an operation outside shard_maps."""
         shape, operands = instruction.shape, instruction.operands
         rank = range(len(shape.dimensions))
         match instruction.opcode:
@@ -181,7 +183,7 @@ class Splits:
                 self._pin((part, 0, d))
 
     def _check(self, constraint: Instruction) -> None:
-        """Raises PassRefusal unless the constraint agrees with the shard_maps, because `manual_loop` may remove it."""
+        """Raises PassRefusal if the constraint contradicts the shard_maps, because `manual_loop` may remove it."""
         for split in splits(constraint.proto.frontend_attributes.map.get(SHARDING, "")):
             if self.partial and any(split.axes):
                 raise PassRefusal("a sharding constraint is outside a shard_map over some of the axes", constraint)

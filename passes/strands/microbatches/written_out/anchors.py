@@ -20,9 +20,9 @@ _DIFFERENTIATED = re.compile(r"(jvp|transpose)\(")
 
 
 def anchors(computation: Computation) -> list[Instruction]:
-    """The anchors: all independent operations of one kind, the kind that has the fewest such operations.
+    """The anchors: the independent operations of the kind that has the fewest independent operations.
 
-    Empty if some kind occurs only once.
+    A kind is one operation of the user's program that takes gradients (`_kind`). Empty if a kind occurs only once.
     """
     kinds: dict[Hashable, list[Instruction]] = {}
     for instruction in computation.instructions:
@@ -94,7 +94,7 @@ def _kind(instruction: Instruction) -> Hashable | None:
 def _own_name(instruction: Instruction) -> str:
     """The instruction's name from the first `jvp(` or `transpose(` on.
 
-    The rest of the name is cut off, because it differs between a loop and the code around the loop.
+    The beginning of the name is cut off, because it differs between a loop and the code around the loop.
     """
     found = _DIFFERENTIATED.search(instruction.op_name)
     return instruction.op_name[found.start() :] if found else instruction.op_name

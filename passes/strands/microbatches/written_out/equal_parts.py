@@ -11,8 +11,9 @@
    part. So do instructions that depend on that part alone.
 2. Find sums (`sums.py`): values that combine one part after another by one operation, `total = total + g_k`. They give
    the order of the parts.
-3. Walk from the anchors, summands and other results to their operands, in all parts at once. Operands are ordered, so
-   the walk has no choices. It ends at values that all parts share (shared), and at values that differ (inputs).
+3. Walk from the anchors, summands and other results to their operands, in all parts at once. Operands have a fixed
+   order, so it is known which instructions correspond. The walk ends at values that all parts share (shared), and at
+   values that differ (inputs).
 
 N instructions of N parts become one instruction if they are equal. They must have the same opcode, shape, attributes
 and called computations, and their operands must be equal, too. Inputs must depend on no anchor, and on no matrix
@@ -85,7 +86,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum to which the parts are added one after another. Another operation may take the place of the addition.
+    """A sum to which the parts are added one after another. Its operation may also be another one, such as a maximum.
 
     Attributes:
       start: the value that the first part is added to; None if the sum starts as the first part.
@@ -100,7 +101,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Result:
-    """A value of a part that is read outside of the part, with the part's number and the value's instruction there."""
+    """A value that is read outside of its part: the value, the number of the part, and the instruction of the value."""
 
     value: Value
     part: int
@@ -109,7 +110,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Parts:
-    """`count` equal parts of `computation`. In `values`, operands come first. All parts have the name stack `name`."""
+    """`count` equal parts of `computation`. `values` lists operands first. `name` is the name stack of the parts."""
 
     computation: Computation
     count: int
@@ -182,7 +183,7 @@ class _Search:
                 raise self._refuse(f"{what} has ordered side effects", i)
 
     def _private(self, row: Row) -> bool:
-        """Whether, for each k, instruction number k of the row belongs to part k alone."""
+        """Whether, for each k, instruction k of the row is None or belongs to part k alone."""
         return all(i is None or self.label[i] == 1 << k for k, i in enumerate(row))
 
     def _alike(self, row: Row) -> bool:

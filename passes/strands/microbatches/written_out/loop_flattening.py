@@ -6,18 +6,18 @@ Before (N equal parts in an iteration):          After (i, g, ls as before; j an
       g1, l1 = backward(w, xs[i][1])                   gk, lk = backward(w, (xs[i][0], xs[i][1])[k])
       g = g + g0 + g1                                  g = g + gk
       ls[i] = l0, l1                                   l[k] = lk
-      i = i + 1                                        ls[i] = l, i = i + 1, if k == N - 1
+      i = i + 1                                        if k == N - 1: ls[i] = l, i = i + 1
 
 Contract
     Consumes  a loop with a proved trip count. Its body consists of N equal parts (`equal_parts`), loop-carried sums,
               and little else: counters, slices of the batch, small results.
-    Makes     the loop above. Each of the N new iterations repeats what the old iteration did outside of its parts. Only
-              the last of the N iterations keeps the results of this work.
-    Leaves    loops that do more, such as an update of parameters. In such loops, an iteration is a step, which has its
-              own micro-batches.
+    Makes     the loop above. N new iterations take the place of one old iteration. Each of them repeats what the old
+              iteration did outside of its parts. Only the last of them keeps the results of this work.
+    Leaves    loops that do more, such as an update of parameters. In such loops, an iteration is an optimizer step,
+              which has its own micro-batches.
 
-Why it is legal: iteration j computes what part j % N of iteration j / N did. Until the last of these N iterations, all
-state except sums stays unchanged, so reads of this state return the same values.
+Why it is legal: new iteration j computes what part j % N of old iteration j / N computed. Until the last of N new
+iterations, the old state stays unchanged, except for sums. So reads of this state return the same values.
 Cost: each iteration slices N micro-batches instead of one, and has a select for each small element of the state.
 """
 
@@ -92,7 +92,7 @@ def _wanted(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Inst
 
 
 def _rest(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
-    """Instructions outside of the parts and sums: those that make inputs, and those that depend on results."""
+    """Instructions outside of the parts and sums: they make inputs, or they depend on results of the parts."""
     made = {result.instruction for result in parts.results}
     needed = set(_wanted(loop, parts, carried))
     for i in reversed(loop.body.instructions):

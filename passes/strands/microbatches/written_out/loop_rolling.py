@@ -9,14 +9,14 @@ Before:                                  After:
     ...                                          ls[k] = lk
 
 Contract
-    Consumes  N equal parts of one computation (`equal_parts`, which proves that they are equal).
+    Consumes  N equal parts of one computation. A part is the instructions of one micro-batch (`equal_parts`).
     Makes     a `while` of N iterations. Inputs that differ by part are stacked before the loop. The loop stacks results
               that are read after the loop. A sum without a start value starts with the neutral element of its
               operation. For additions this is -0.0, because -0.0 + g is g.
     Keeps     every value, and the order of additions.
     Leaves    instructions that belong to no part, and instructions that compute inputs.
 
-Why it is legal: `equal_parts` proves that iteration k computes what part k did, from the same operands.
+Why it is legal: `equal_parts` proves that iteration k computes what part k computed, from the same operands.
 Cost: memory for stacks of inputs (such as a copy of the batch, and random keys) and for stacks of small results.
 This rewrite is not based on a paper. The author of a program would do it by hand.
 """
@@ -112,7 +112,7 @@ def add(builder: Builder, one: Sum, old: Instruction, made: Copies) -> Instructi
 
 
 def start_of(builder: Builder, one: Sum) -> Instruction:
-    """The start value of a sum. If the sum has none, the neutral element with the sum's sharding constraints."""
+    """The start value of a sum. If there is none, the operation's neutral element, under the sum's constraints."""
     if one.start is not None:
         return one.start
     operation, *constraints = one.chain.path
@@ -123,7 +123,7 @@ def start_of(builder: Builder, one: Sum) -> Instruction:
 
 
 def empty(builder: Builder, value: Value, slots: int) -> Instruction:
-    """An empty stack of `slots` results."""
+    """A stack of `slots` slots that are filled with zeros. Each slot has the shape of `value`."""
     return filled(builder, 0, stack_of(value.first.shape, slots))
 
 

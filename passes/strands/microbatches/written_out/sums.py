@@ -1,5 +1,7 @@
 """Finds sums that add the parts of a program one by one: `((y0 + y1) + y2) + y3`, with or without a start value.
 
+A part is the instructions of one unrolled micro-batch (`equal_parts`).
+
 u1 = op(y0, y1);  u2 = op(u1, y2);  ...         one chain: `op` is an addition, a maximum, ..., and each step may
 u0 = op(start, y0);  u1 = op(u0, y1);  ...      end in sharding constraints
 """
@@ -15,7 +17,7 @@ from dhelix.passes.strands.microbatches.written_out.signatures import Signatures
 
 _COMBINING = ("add", "multiply", "maximum", "minimum")  # operations on numbers
 _LOGICAL = ("and", "or")
-type Labels = Mapping[Instruction, int]
+type Labels = Mapping[Instruction, int]  # parts that an instruction belongs to or depends on, as a bit mask (`labels`)
 
 
 @dataclass(frozen=True)
