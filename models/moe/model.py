@@ -5,9 +5,11 @@ Parameters are those of `models.llama`, with these in place of the feed-forward 
     router [L, hidden, E], w_gate, w_up [L, E, hidden, ffn], w_down [L, E, ffn, hidden]
     with shared experts: shared_gate, shared_up [L, hidden, shared ffn], shared_down [L, shared ffn, hidden]
 
-Layers are scanned.
+With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension. A step is then faster:
+its batched products read the weights in place, whereas XLA copies each layer's weights out of a stack.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -41,8 +43,13 @@ def param_specs(config: MoeConfig) -> Params:
     """The `PartitionSpec` of each parameter: experts over `ep`, and their hidden layer over `tp`; else as in Llama."""
     specs = llama.param_specs(config)
     chosen = _EXPERT_SPECS | (_SHARED_SPECS if config.shared else {})
-    kept = {name: spec for name, spec in specs["layers"].items() if name not in _REPLACED}
-    return specs | {"layers": kept | {name: llama.spec_of(None, *spec) for name, spec in chosen.items()}}
+
+    def of(layer: dict[str, PartitionSpec], *leading: None) -> dict[str, PartitionSpec]:
+        kept = {name: spec for name, spec in layer.items() if name not in _REPLACED}
+        return kept | {name: llama.spec_of(*leading, *spec) for name, spec in chosen.items()}
+
+    layers = specs["layers"]
+    return specs | {"layers": of(layers, None) if config.scan_layers else [of(layer) for layer in layers]}
 
 
 def _expert_shapes(config: MoeConfig) -> dict[str, tuple[int, ...]]:
@@ -61,9 +68,9 @@ def _expert_shapes(config: MoeConfig) -> dict[str, tuple[int, ...]]:
 
 def init_params(config: MoeConfig, key: jax.Array) -> Params:
     """Fresh parameters in `param_dtype`. Weights are normal with deviation 0.02, divided by sqrt(2 L) for those that
-    add to the residual stream. The values do not depend on the sharding.
+    add to the residual stream. The values depend neither on the sharding nor on `scan_layers`.
     """
-    params = llama.init_params(config, key)
+    params = llama.init_params(dataclasses.replace(config, scan_layers=True), key)
     layers = {name: weight for name, weight in params["layers"].items() if name not in _REPLACED}
     shapes = _expert_shapes(config)
     for (name, shape), one in zip(
@@ -72,6 +79,8 @@ def init_params(config: MoeConfig, key: jax.Array) -> Params:
         deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith("down") else 0.02
         drawn = deviation * jax.random.normal(one, (config.layers, *shape), jnp.float32)
         layers[name] = drawn.astype(config.param_dtype)
+    if not config.scan_layers:
+        return params | {"layers": [{name: weight[i] for name, weight in layers.items()} for i in range(config.layers)]}
     return params | {"layers": layers}
 
 
@@ -96,8 +105,17 @@ def logits(
 
     if config.remat != "none":
         policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x, auxiliary = jax.lax.scan(layer, embed(config, parallel, params["embedding"], tokens), params["layers"])
+        # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
+    x = embed(config, parallel, params["embedding"], tokens)
+    if config.scan_layers:
+        x, auxiliary = jax.lax.scan(layer, x, params["layers"])
+    else:
+        reported = []
+        for weights in params["layers"]:
+            x, routing = layer(x, weights)
+            reported.append(routing)
+        auxiliary = jnp.stack(reported)
     return llama.project(config, params, x, parallel), jnp.mean(auxiliary, axis=0)
 
 

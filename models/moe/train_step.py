@@ -76,8 +76,7 @@ def make_train_step(
     `cross_entropy`, and the means over layers, micro-batches and devices of `balance`, `z` and `dropped` (`Routing`).
 
     Raises:
-      ValueError: `sharding` is not "shard_map", the mesh has other axes, the model does not divide over it, or layers
-        are not scanned.
+      ValueError: `sharding` is not "shard_map", the mesh has other axes, or the model does not divide over it.
     """
     if sharding != "shard_map":
         raise ValueError(f"sharding={sharding!r} is not supported for experts; use 'shard_map'")
@@ -86,8 +85,6 @@ def make_train_step(
         raise ValueError(
             f"experts = {config.experts} is not divisible by ep = {mesh.shape['ep']}; use an ep that divides it"
         )
-    if not config.scan_layers:
-        raise ValueError("layers with experts are scanned; use scan_layers=True")
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
     specs = model.param_specs(config)
     parallel = ManualParallel(experts="ep")

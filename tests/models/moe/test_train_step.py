@@ -58,12 +58,25 @@ def test_strands_train_as_the_plain_step_and_drop_the_same_tokens(mesh: tuple[in
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_layers_that_are_not_scanned_train_the_same() -> None:
+    mesh = 1, 2, 1
+    (params, metrics), (expected, wanted) = (
+        train(dataclasses.replace(CONFIG, scan_layers=False), *mesh, strands=True),
+        train(CONFIG, *mesh),
+    )
+    for one, other in zip(metrics, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    stacked = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
+    for name, weights in expected["layers"].items():
+        np.testing.assert_allclose(stacked[name], weights, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "ep", "sharding", "words"),
     [
         ({"experts": 6}, 4, "shard_map", "experts = 6 is not divisible by ep = 4"),
         ({}, 4, "auto", "sharding='auto' is not supported for experts"),
-        ({"scan_layers": False}, 4, "shard_map", "layers with experts are scanned"),
         ({"kv_heads": 1}, 4, "shard_map", "kv_heads = 1 is not divisible by tp = 2"),
     ],
 )
