@@ -18,10 +18,11 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 # Two test workers keep both cores busy, so a CPU program compiles faster in one piece than in 32.
 # XLA moves a small loop that touches little memory into a function of its own. On some processors, products in this
 # function round differently. The loops of strands are larger, so their results would differ in the last bit.
+# LLVM's optimizations take longer than the small programs of the tests.
 # The caller's flags come last, so they override these.
 _flags = (
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_disable_hlo_passes=small-while-loop-hoisting "
+    "--xla_disable_hlo_passes=small-while-loop-hoisting --xla_backend_optimization_level=0 "
 )
 os.environ["XLA_FLAGS"] = _flags + os.environ.get("XLA_FLAGS", "")
 if _plugin and not list(Path("/dev").glob("nvidia[0-9]*")):
