@@ -117,7 +117,7 @@ def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose:
     with Progress(console, run.first, run.options.steps) as progress:
 
         def show(steps: list[Step]) -> None:
-            progress.update(steps[-1].number, f"loss {steps[-1].loss:.4f}", *trainer.speed(run, steps))
+            progress.update(steps[-1].number, str(steps[-1]), *trainer.speed(run, steps))
 
         steps = trainer.train(run, checkpoints, show)
     milliseconds = 1e3 * trainer.step_seconds(steps)

@@ -48,12 +48,19 @@ class Step:
       number: the step's number, counted from 1.
       loss: mean loss, in nats per token.
       seconds: how long the step took.
+      metrics: the step's other metrics by name. For a model with experts, `dropped` is the fraction of the experts'
+        choices that were dropped.
     """
 
     number: int
     loss: float
     grad_norm: float
     seconds: float
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        dropped = f", dropped {self.metrics['dropped']:.1%}" if "dropped" in self.metrics else ""
+        return f"loss {self.loss:.4f}{dropped}"
 
 
 @dataclasses.dataclass
@@ -100,10 +107,11 @@ class Run:
             begun = time.perf_counter()
             with self._recorded(number):
                 self.state, metrics = self.step(self.state, tokens)
-                loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+                others = {name: float(value) for name, value in metrics.items()}
+                loss, grad_norm = others.pop("loss"), others.pop("grad_norm")
             if not math.isfinite(loss):
                 raise DhelixError(f"the loss of step {number + 1} is {loss}; use a smaller --lr than {self.options.lr}")
-            yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun)
+            yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun, others)
 
     def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
         """A context that records a profiler trace if `trace` is set and step `number` is the last one."""

@@ -6,11 +6,13 @@ JAX writes the call stack of each operation into the module, and XLA keeps it. I
 stacks start at 1; 0 means that there is no entry.
 """
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from dhelix.passes.hlo import Instruction
 
-_OURS = ("dhelix/runtime/", "dhelix/passes/")
+_HERE = Path(__file__).parents[2]
+# A program may come from another installation, and a checkout may have any name.
+_OURS = tuple(f"{root}/{part}/" for root in ("dhelix", _HERE, _HERE.resolve()) for part in ("runtime", "passes"))
 
 
 def source_of(instruction: Instruction) -> str:

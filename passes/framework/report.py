@@ -206,6 +206,8 @@ class Report:
                 console = Console(width=_LOG_WIDTH)
         console.print(headline.text(self), markup=False, highlight=False, soft_wrap=True)
         console.print()
+        if self.left_alone and self.changed:
+            console.print("What was tried and dropped:", highlight=False)
         console.print(self.table(verbose))
         if not verbose:
             console.print("(print(verbose=True) adds times, instructions and all facts)", style="dim", highlight=False)

@@ -251,7 +251,7 @@ def apply_order(
         module.schedule.update(original)
         context.note("orders dropped: the module as a whole is not predicted to be faster", **facts)
         return False
-    context.note("predicted time of the module in the new orders", **facts)
+    context.note(f"new orders: the module is predicted to take {before * 1e3:.1f} ms -> {after * 1e3:.1f} ms", **facts)
     if costs.estimator is not None and guessed > _GUESSED:
         setting, hardware = costs.estimator.section.setting, costs.hardware
         say_once(

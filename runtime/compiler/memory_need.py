@@ -8,7 +8,8 @@ The plain step is the step without passes. The interleaved step, which the passe
 than the plain step (DHelix section 6, arXiv 2411.15871). Only a compilation of the plain step tells exactly how much
 memory it takes, and this would double the compile time. The plain step's schedule is enough for an estimate
 (`runtime/compiler/scheduled_only.py`): the peak by live ranges is within 1 % of XLA's allocation. Half a percentage
-point of the 3 % is reserved for this difference.
+point of the 3 % is reserved for this difference. With attached GPUs the schedule assumes cuBLAS for all products. If
+XLA's autotuner chooses other kernels, the plain step may need less than the estimate, and the limit is too high.
 """
 
 from __future__ import annotations

@@ -71,13 +71,12 @@ class PlainStep:
             self._program = b""  # frees the program, which may hold large constants
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
-            if found is None and (module := self._scheduled(program, tuned=False)) is not None:
-                need = memory_need.of_module(HloModule.from_bytes(module))
-                if not deviceless.are_attached(jax_compat.devices(self._lowered)):
-                    # For deviceless targets XLA tunes nothing, so scheduling with the step's own options is as fast. On
-                    # attached GPUs, tuning would take long, so the prediction assumes cuBLAS for all products.
-                    module = self._scheduled(program, tuned=True) or module
-                found = need, of_scheduled(HloModule.from_bytes(module), costs)
+            # For deviceless targets XLA tunes nothing, so scheduling with the step's own options is as fast. On attached
+            # GPUs, tuning would take long, so memory and time are those with cuBLAS for all products.
+            tuned = not deviceless.are_attached(jax_compat.devices(self._lowered))
+            if found is None and (module := self._scheduled(program, tuned)) is not None:
+                scheduled = HloModule.from_bytes(module)
+                found = memory_need.of_module(scheduled), of_scheduled(scheduled, costs)
                 cache_notes.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
             return found
         finally:
