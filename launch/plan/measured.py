@@ -46,7 +46,10 @@ def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console
 
 
 def _json(measured: Measured) -> dict[str, Any]:
-    """All results as JSON values. Times are in microseconds: in `bodies` of one run of the body, else of one step."""
+    """All results as JSON values, times in microseconds.
+
+    The times in `bodies` are those of one run of the body. All others are those of one step.
+    """
     plan, report, steps = measured.plan, measured.report, measured.steps
     return {
         "program": plan.program,

@@ -207,8 +207,8 @@ def _blocks(
     """The blocks of one iteration, shifted by `offset` microseconds.
 
     Args:
-      names: readable names of the instructions. If a name does not begin with a strand, operators of the forward
-        pass count as beta, and all other operators as alpha.
+      names: readable names of the instructions. If a name does not begin with a strand, its operator counts as beta
+        in the forward pass, else as alpha.
     """
     parts = {i.name: (i, part) for i, part in parts_of(computation)}
     for interval in timeline.intervals:

@@ -96,7 +96,7 @@ class Candidate:
 
     @cached_property
     def step_time(self) -> StepTime:
-        """The times of the step's operators and collectives without overlap."""
+        """The times of the step's operators and collectives if nothing overlaps."""
         return predict(self.module, self.costs)
 
     @cached_property

@@ -80,7 +80,10 @@ def _why_unchanged(found: Report) -> str:
 
 
 def _why_unknown(found: Report) -> str:
-    if not any(entry.ran for entry in found if entry.stage == "post-scheduler"):
+    later = [entry for entry in found if entry.stage == "post-scheduler"]
+    if not later:
+        return "a preview does not compile the step; call report"
+    if not any(entry.ran for entry in later):
         return "a prediction needs a compilation for GPUs; docs/guide/your_step.md shows how to compile without GPUs"
     return "the plain step's schedule is unknown"
 

@@ -309,7 +309,7 @@ def _behind_reads(stack: Stack) -> _Guard:
 
 
 def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
-    """A guard of the elementwise results of residuals; None unless only dots read these results."""
+    """A barrier (`_Guard`) behind the elementwise results of residuals; None unless only dots read these results."""
     made, pending = set(stack.reads), list(stack.reads)
     while pending:
         new = [u for u in users[pending.pop()] if u.opcode in _ELEMENTWISE and u not in made]

@@ -262,7 +262,8 @@ def _cut(rate: float) -> float:
 def _losses(timing: PairTiming) -> np.ndarray:
     """The error of each combination of `RATES` for a measured pair. [combinations]
 
-    The error is a weighted sum of two errors: in the end of the pair, and in the end of the side that ends first. It is
+    The error is a weighted sum of two errors: of the time at which the pair ends, and of the time at which its first
+    side ends. It is
     a fraction of the geometric mean of the times alone, so that both sides set the scale.
     """
     first_end, second_end = ends(timing.first_alone, timing.second_alone, *RATES)

@@ -83,7 +83,7 @@ def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyD
     sizes = shape.split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise DevicelessError(f"shape is slices x hosts x GPUs, for example '1x1x4', not {shape!r}")
-    path = Path(target) if "." in target or "/" in target else _TARGETS / f"{target}.pbtxt"
+    path = Path(target) if "." in target or "/" in target else _TARGETS / f"{target.lower()}.pbtxt"
     if not path.is_file():
         raise DevicelessError(f"GPU {target!r} is unknown: use one of {targets()} or a path")
     return _topology(path.read_text(), shape)
@@ -107,6 +107,8 @@ def mesh(
       DevicelessError: `axes` and `shape` have different numbers of GPUs, or `topology` raises this error.
     """
     count = int(np.prod(list(axes.values())))
+    if count < 1:
+        raise DevicelessError(f"axes {dict(axes)} have no GPU: give each axis a size of at least 1")
     if shape is None:
         per_host = min(count, _GPUS_PER_HOST)
         shape = f"1x{-(-count // per_host)}x{per_host}"

@@ -1,7 +1,6 @@
 """Defines the step that `@strand_interleave` makes in place of the user's function.
 
-Arguments may hold Flax NNX objects, or leaves that are not arrays. Such arguments pass through a front (`frameworks`),
-which turns them into arrays for an inner step.
+Arguments may hold Flax NNX objects, or leaves that are not arrays. A front (`frameworks`) turns them into arrays.
 """
 
 from __future__ import annotations
@@ -120,7 +119,10 @@ class InterleavedStep[**P, R]:
 
     @_through_front
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        kinds = set(map(type, jax.tree.leaves((args, kwargs))))
+        if jax.ShapeDtypeStruct in kinds:
+            raise DhelixError(f"{self.__name__} is called with shapes instead of arrays: call its report() or lower()")
+        if any(issubclass(kind, Tracer) for kind in kinds):
             if registration.on():
                 reason = "is called inside another JAX transformation and becomes part of it unchanged"
                 say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._label, reason))
@@ -285,9 +287,8 @@ class InterleavedStep[**P, R]:
             self._check_used(active)
             if results and len(active.results) < max(active.calls, 1):
                 reason = (
-                    "verify= skips the comparison of micro-batches with the whole batch, because "
-                    "dhelix.value_and_grad is called inside a shard_map, jax.jit or scan instead of by the step "
-                    "itself"
+                    "verify= skips the comparison of micro-batches with the whole batch, because dhelix.value_and_grad "
+                    "is called inside a shard_map, jax.jit or scan instead of by the step itself"
                 )
                 say_once(f"{self.__name__}: {reason}", (self._label, reason))
             return active.results if results else output

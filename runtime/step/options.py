@@ -17,6 +17,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, overload
 
@@ -37,6 +38,11 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 REDUCTIONS: tuple[Reduce, ...] = get_args(Reduce)
 AUTO = "auto"
 OFF = "off"
+_WHOLE = {  # whole numbers: the smallest value, and what to give
+    "microbatches": (1, "a whole number of at least 1, or None for the step's own loop"),
+    "max_in_flight": (1, "a whole number of collectives of at least 1, or None for what is fastest"),
+    "skew": (0, "a whole number of layers of at least 0"),
+}
 _LIMITED = ("dp", "list")
 _SKEWED = ("dp", "list", "xla")
 
@@ -200,14 +206,11 @@ class StepOptions(JitOptions):
             )
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("reduce", self.reduce, REDUCTIONS)
-        _whole("microbatches", self.microbatches, 1, "a whole number of at least 1, or None for the step's own loop")
-        _whole(
-            "max_in_flight",
-            self.max_in_flight,
-            1,
-            "a whole number of collectives of at least 1, or None for what is fastest",
-        )
-        _whole("skew", self.skew, 0, "a whole number of layers of at least 0")
+        for name, (least, wanted) in _WHOLE.items():
+            object.__setattr__(self, name, _whole(name, getattr(self, name), least, wanted))
+        for name in ("strict", "verify"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise DhelixError(f"{name}={value!r}: give True or False")
         _check_lists(self.passes, self.disable)
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", parse_bytes("memory_limit", self.memory_limit))
@@ -256,9 +259,13 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
         raise DhelixError(f"{name}={value!r} is unknown; use one of {', '.join(known)}")
 
 
-def _whole(name: str, value: object, least: int, wanted: str) -> None:
-    if value is not None and (not isinstance(value, int) or value < least):
+def _whole(name: str, value: object, least: int, wanted: str) -> int | None:
+    """`value` as an int, also if it is a NumPy integer."""
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or int(value) < least:
         raise DhelixError(f"{name}={value!r}: give {wanted}")
+    return int(value)
 
 
 def _check_lists(passes: object, disable: object) -> None:

@@ -71,8 +71,8 @@ class PlainStep:
             self._program = b""  # frees the program, which may hold large constants
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
-            # For deviceless targets XLA tunes nothing, so scheduling with the step's own options is as fast. On attached
-            # GPUs, tuning would take long, so memory and time are those with cuBLAS for all products.
+            # For deviceless targets XLA tunes nothing, so scheduling with the step's own options is as fast. On GPUs,
+            # tuning would take long, so memory and time are those with cuBLAS for all products.
             tuned = not deviceless.are_attached(jax_compat.devices(self._lowered))
             if found is None and (module := self._scheduled(program, tuned)) is not None:
                 scheduled = HloModule.from_bytes(module)

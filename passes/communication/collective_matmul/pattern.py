@@ -188,7 +188,7 @@ def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
 def is_marked(instruction: Instruction) -> bool:
     """Whether `instruction` is already part of a collective matmul.
 
-    The name stack of a derivative contains `transpose(jvp(MARK))` instead of `MARK`.
+    If so, its name stack contains `MARK`, or `transpose(jvp(MARK))` in a derivative.
     """
     parts = instruction.op_name.split("/")
     return any(part.rstrip(")").rpartition("(")[2] == MARK and "jit(" not in part for part in parts)

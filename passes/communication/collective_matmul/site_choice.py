@@ -289,7 +289,7 @@ def _asked_once(trial: Trial, order: Scheduler, most: int) -> Callable[[frozense
 def _descended(
     taken: frozenset[Placed], free: Sequence[Placed], gain: float, seconds: Callable[[frozenset[Placed]], float]
 ) -> frozenset[Placed]:
-    """Adds or removes the elements of `free` in turn, and returns the best choice found.
+    """Starts from `taken`. Adds or removes the elements of `free` in turn, and returns the best choice found.
 
     Keeps a change if it saves more than a fraction `gain` of the time.
     """

@@ -74,7 +74,10 @@ class SplitSums:
 
 
 def of_kernel(gemm: Gemm, partials: tuple[Any, ...]) -> SplitSums:
-    """The `SplitSums` of the current warpgroup in a kernel. `partials` are the kernel's references to its `outputs`."""
+    """The `SplitSums` of the current warpgroup in a kernel.
+
+    `partials` are the kernel's references to the results that `outputs(gemm)` describes.
+    """
     if gemm.splits == 1:
         return SplitSums(gemm)
     return SplitSums(gemm, partials[0], pl.get_global(plgpu.SemaphoreType.REGULAR(_shape(gemm)[:2])))

@@ -88,7 +88,10 @@ def collective_matmul_passes(
     if not isinstance(form, (str, Form)):
         raise DhelixError(f'{form!r} is not a form of collective matmuls: use "auto", "off", a name or key, or a Form')
     if isinstance(form, str) and form not in (OFF, "auto", "hybrid"):
-        form = Form.parse(form)
+        try:
+            form = Form.parse(form)
+        except DhelixError as error:
+            raise DhelixError(f'collective_matmul={form!r}: use "auto", "off" or a form ({error})') from None
     if form == OFF or len(devices) < 2:
         return ()
     on_gpus = devices[0].platform in ("cuda", "gpu")

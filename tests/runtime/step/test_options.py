@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import dhelix
@@ -116,3 +117,11 @@ def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
 def test_intra_batch_comes_with_collective_matmuls(options: dict[str, Any], form: str) -> None:
     """Unless the user says otherwise, or a plan or passes replace the schedule."""
     assert StepOptions(**options).matmuls == form
+
+
+def test_numpy_integers_are_whole_numbers_and_flags_are_bools() -> None:
+    assert type(StepOptions(microbatches=np.int64(4)).microbatches) is int  # type: ignore[arg-type]
+    for wrong in ({"microbatches": 4.0}, {"strict": 1}, {"verify": "yes"}):
+        (name,) = wrong
+        with pytest.raises(DhelixError, match=f"{name}=.*: give "):
+            StepOptions(**wrong)  # type: ignore[arg-type]

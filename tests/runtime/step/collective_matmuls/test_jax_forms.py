@@ -225,7 +225,7 @@ def test_what_turns_it_off() -> None:
     assert [p.stage for p in collective_matmul_passes(devices, stage=Stage.LOWERED)] == [
         Stage.LOWERED, Stage.POST_SCHEDULER,
     ]  # fmt: skip
-    with pytest.raises(DhelixError, match="must be one of"):
+    with pytest.raises(DhelixError, match='collective_matmul=.*: use "auto", "off" or a form .*must be one of'):
         collective_matmul_passes(devices, "circle")
 
 
