@@ -109,14 +109,15 @@ class StrandDuplication:
             merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
             merged += merge_manual_computations(body.computation, beta.values(), alpha.values(), context)
         alone = replace(computation, parts, body)
-        if self.merge_layers and not any(i.name.startswith(SKEWED) for i in loops_of(computation)):
+        skewed = any(i.name.startswith(SKEWED) for i in loops_of(computation))
+        if self.merge_layers and not skewed:
             at_ends = [merge_loops(computation, _left(computation, copies), (), context) for copies in alone]
             if any(at_ends):
                 context.note("loops of a micro-batch that runs alone are merged", loops=list(chain(*at_ends)))
         context.note(
             "two strands",
             loop.instruction,
-            microbatches=parts.trip_count,
+            microbatches=parts.trip_count + skewed,  # a skewed loop has one iteration less
             forward_instructions=len(parts.forward),
             backward_instructions=len(parts.backward),
             merged_loops=merged,
