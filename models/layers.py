@@ -8,8 +8,8 @@ and the reduce-scatter do nothing, and the same code computes the whole model.
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import Parallel, vocab_position
 
 Rotation = tuple[jax.Array, jax.Array]
+Layer = Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, Any]]
 
 
 # The residuals of a cheap function are as large as its input, and the residuals of all layers stay live until the
@@ -140,6 +141,29 @@ def decoder_layer(
     """The residual stream after one layer. Attention, and then feed-forward, are added to the residual stream."""
     x = x + attention_block(config, parallel, weights, x, by)
     return x + feed_forward_block(config, parallel, weights, x)
+
+
+def through_layers(config: LlamaConfig, layer: Layer, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+    """Applies `layer` to `x` for one layer after the other, with rematerialization as `config.remat` says.
+
+    Args:
+      layer: function of `x` and a layer's weights. Returns the layer's `x`, and what else the layer reports, or None.
+      layers: the weights of all layers: stacked with `scan_layers`, otherwise a list with one entry per layer.
+
+    Returns:
+      The last layer's `x`, and the reports of all layers, stacked.
+    """
+    if config.remat != "none":
+        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
+        # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
+    if config.scan_layers:
+        return jax.lax.scan(layer, x, layers)
+    reports = []
+    for weights in layers:
+        x, report = layer(x, weights)
+        reports.append(report)
+    return x, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
 
 def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from dhelix.models.cross_entropy import cross_entropy
-from dhelix.models.layers import decoder_layer, embed, rms_norm, rotation
+from dhelix.models.layers import decoder_layer, embed, rms_norm, rotation, through_layers
 from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
@@ -110,17 +110,21 @@ def init_params(config: LlamaConfig, key: jax.Array) -> Params:
             stacked[name] = normal(
                 layer_key, (config.layers, *shape), 0.02 / math.sqrt(2 * config.layers) if joins else 0.02
             )
-    layers: Any = stacked
-    if not config.scan_layers:
-        layers = [{name: weight[i] for name, weight in stacked.items()} for i in range(config.layers)]
     params = {
         "embedding": normal(embedding_key, (config.vocab, config.hidden)),
-        "layers": layers,
+        "layers": as_configured(config, stacked),
         "final_norm": jnp.ones((config.hidden,), dtype),
     }
     if not config.tie_embeddings:
         params["head"] = normal(head_key, (config.hidden, config.vocab))
     return params
+
+
+def as_configured(config: LlamaConfig, stacked: dict[str, jax.Array]) -> Any:
+    """The stacked weights of all layers. Without `scan_layers`, they become a list with one dict per layer."""
+    if config.scan_layers:
+        return stacked
+    return [{name: weight[i] for name, weight in stacked.items()} for i in range(config.layers)]
 
 
 def cast_params(config: LlamaConfig, params: Params) -> Params:
@@ -144,20 +148,10 @@ def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Par
     """
     by = rotation(config, tokens.shape[1])
 
-    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        return decoder_layer(config, parallel, weights, x, by)
+    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        return decoder_layer(config, parallel, weights, x, by), None
 
-    if config.remat != "none":
-        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-        # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
-
-    x = embed(config, parallel, params["embedding"], tokens)
-    if config.scan_layers:
-        x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
-    else:
-        for weights in params["layers"]:
-            x = layer(x, weights)
+    x, _ = through_layers(config, layer, embed(config, parallel, params["embedding"], tokens), params["layers"])
     return project(config, params, x, parallel)
 
 

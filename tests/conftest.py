@@ -18,7 +18,7 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 # Two test workers keep both cores busy, so a CPU program compiles faster in one piece than in 32.
 # XLA moves a small loop that touches little memory into a function of its own. On some processors, products in this
 # function round differently. The loops of strands are larger, so their results would differ in the last bit.
-# LLVM's optimizations take longer than the small programs of the tests.
+# LLVM's optimizations of the tests' small programs would take longer than they save.
 # The caller's flags come last, so they override these.
 _flags = (
     "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "

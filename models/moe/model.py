@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from dhelix.models import llama
 from dhelix.models.cross_entropy import cross_entropy
-from dhelix.models.layers import attention_block, embed, rotation
+from dhelix.models.layers import attention_block, embed, rotation, through_layers
 from dhelix.models.llama import Params
 from dhelix.models.moe.experts import AUXILIARY, experts_block
 from dhelix.models.moe.moe_config import MoeConfig
@@ -79,9 +79,7 @@ def init_params(config: MoeConfig, key: jax.Array) -> Params:
         deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith("down") else 0.02
         drawn = deviation * jax.random.normal(one, (config.layers, *shape), jnp.float32)
         layers[name] = drawn.astype(config.param_dtype)
-    if not config.scan_layers:
-        return params | {"layers": [{name: weight[i] for name, weight in layers.items()} for i in range(config.layers)]}
-    return params | {"layers": layers}
+    return params | {"layers": llama.as_configured(config, layers)}
 
 
 def logits(
@@ -103,19 +101,8 @@ def logits(
         more, auxiliary = experts_block(config, parallel, weights, x)
         return x + more, auxiliary
 
-    if config.remat != "none":
-        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-        # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
     x = embed(config, parallel, params["embedding"], tokens)
-    if config.scan_layers:
-        x, auxiliary = jax.lax.scan(layer, x, params["layers"])
-    else:
-        reported = []
-        for weights in params["layers"]:
-            x, routing = layer(x, weights)
-            reported.append(routing)
-        auxiliary = jnp.stack(reported)
+    x, auxiliary = through_layers(config, layer, x, params["layers"])
     return llama.project(config, params, x, parallel), jnp.mean(auxiliary, axis=0)
 
 

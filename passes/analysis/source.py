@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 
 from dhelix.passes.hlo import Instruction
 
-_HERE = Path(__file__).parents[2]
-# A program may come from another installation, and a checkout may have any name.
-_OURS = tuple(f"{root}/{part}/" for root in ("dhelix", _HERE, _HERE.resolve()) for part in ("runtime", "passes"))
+# A program may come from another installation, and the folder of this one may have any name.
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{root}/{part}/" for root in ("dhelix", _ROOT, _ROOT.resolve()) for part in ("runtime", "passes"))
 
 
 def source_of(instruction: Instruction) -> str:

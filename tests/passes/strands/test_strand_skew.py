@@ -43,7 +43,9 @@ def loops(module: HloModule) -> list[Instruction]:
 @pytest.mark.parametrize("microbatches", [3, 4, 5, 6, 7])
 @pytest.mark.parametrize(("layers", "apart"), [(2, 1), (4, 1), (5, 2), (7, 3)])
 def test_both_ends_run_beside_another_micro_batch(microbatches: int, layers: int, apart: int) -> None:
-    module, _ = skewed(Program(microbatches=microbatches, depth=layers), apart)
+    module, report = skewed(Program(microbatches=microbatches, depth=layers), apart)
+    said = next(note for entry in report.passes for note in entry.notes if note.message == "two strands")
+    assert said.facts["microbatches"] == microbatches
     found = loops(module)
     strands = next(loop for loop in found if loop.name.startswith(STRANDS))
     inside = [trips(loop) for loop in merged_loops(strands.called[0])]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dhelix.errors import DhelixError
 from dhelix.runtime.step import argument_keys
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
@@ -62,6 +63,12 @@ def test_clear_cache_frees_programs() -> None:
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
 def test_copies_are_the_step_itself(how: Any) -> None:
     assert how({"step": sgd})["step"] is sgd
+
+
+def test_shapes_instead_of_arrays_are_one_error() -> None:
+    shapes: Any = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    with pytest.raises(DhelixError, match=r"sgd is called with shapes instead of arrays: call its report\(\)"):
+        sgd(shapes, None)
 
 
 def test_it_says_what_it_is() -> None:

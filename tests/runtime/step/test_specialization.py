@@ -143,7 +143,8 @@ def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog:
 @pytest.mark.slow
 @pytest.mark.deviceless
 def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Training) -> None:
-    lowered = jax.jit(training.train_step, donate_argnums=0).lower(
+    options = dict(deviceless.COMPILER_OPTIONS)  # the plain step is scheduled with the options of the step itself
+    lowered = jax.jit(training.train_step, donate_argnums=0, compiler_options=options).lower(
         training.abstract_state(), training.abstract_batch(3)
     )
     program = lowering.hlo_bytes(lowered)
