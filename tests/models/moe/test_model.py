@@ -82,8 +82,10 @@ def test_a_layer_computes_what_all_experts_together_would(chosen: int, shared: i
     dropped = jax.jit(lambda x: experts_block(config, SINGLE_DEVICE, weights, x)[1][2])(x)
     assert float(dropped) == 0.0
     found, wanted = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(weights, x) for f in (ours, dense))
+    # The gradient of the router of one chosen expert is zero, as the difference of terms as large as the others.
+    largest = max(float(np.max(np.abs(other))) for other in jax.tree.leaves(wanted))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4 * (1 + float(np.max(np.abs(other)))))
+        np.testing.assert_allclose(one, other, atol=1e-6 * largest + 1e-4 * float(np.max(np.abs(other))))
 
 
 def test_the_loss_is_the_cross_entropy_and_the_weighted_routing_losses() -> None:
