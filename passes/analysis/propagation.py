@@ -92,16 +92,21 @@ def propagate(module: HloModule) -> Propagated:
         program = ir.Module.parse(hlo_to_stablehlo(marked.to_bytes()))
         import_shardy(program)
         meshes = [op.operation for op in program.body.operations if op.operation.name == "sdy.mesh"]
+        meshes = [mesh for mesh in meshes if _axes(mesh)]  # JAX gives arguments of one device a mesh without axes
         if len(meshes) != 1:
             return UNKNOWN
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program.operation)
-        axes = sdy.MeshAttr(meshes[0].attributes["mesh"]).axes
-        sizes = {axis.name: axis.size for axis in (sdy.MeshAxisAttr(axis) for axis in axes)}
+        sizes = _axes(meshes[0])
         found = {own[numbered[number]]: entries for number, entries in _marked(program)}
         mesh = "" if tiled else ir.StringAttr(meshes[0].attributes["sym_name"]).value
         constraints = {i: stated(i) for i in numbered if is_sharding_constraint(i)}
         said = {own[i]: split.over for i, split in constraints.items() if split is not None}
         return Propagated(mesh, sizes, found, said)
+
+
+def _axes(mesh: ir.Operation) -> dict[str, int]:
+    axes = (sdy.MeshAxisAttr(axis) for axis in sdy.MeshAttr(mesh.attributes["mesh"]).axes)
+    return {axis.name: axis.size for axis in axes}
 
 
 def _instructions(module: HloModule) -> Iterator[Instruction]:

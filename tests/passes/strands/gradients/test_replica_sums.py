@@ -162,6 +162,31 @@ def test_rows_that_do_not_divide_keep_their_own_gradient_closed() -> None:
     assert entry.outcome == CHANGED, entry.notes
 
 
+def test_dropout_with_a_key_on_one_device() -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), "dp")
+
+    def loss(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
+            w, key = given
+            return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), jnp.tanh(x @ w), 0), None
+
+        return jnp.mean(jax.lax.scan(layer, x, (w, jax.random.split(key, len(w))))[0] ** 2)
+
+    def step(w: jax.Array, x: jax.Array, key: jax.Array) -> Any:
+        return value_and_grad(loss, batch_argnums=1, rng_argnums=2)(w, x, key)
+
+    random = np.random.default_rng(0)
+    w = jax.device_put((random.standard_normal((3, 8, 8)) * 0.3).astype(np.float32), NamedSharding(mesh, P()))
+    x = jax.device_put(random.standard_normal((8, 8)).astype(np.float32), NamedSharding(mesh, P("dp")))
+    ours = strand_interleave(step, microbatches=2, strict=True)
+    plain = strand_interleave(step, microbatches=2, passes=())
+    given = w, x, jax.random.key(0)
+    for got, want in zip(jax.tree.leaves(ours(*given)), jax.tree.leaves(plain(*given)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not reduced_in_loops(compiled_module(ours.lower(*given).compile()), mesh)
+    assert ours.report(*given)["replica-sums"].outcome == CHANGED
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_accumulators_that_change_places_are_one(by_hand: bool) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), "dp")
