@@ -100,7 +100,7 @@ class StrandDuplication:
             together, replace = [(forward, backward)], _replace_loop
             for name, part in (("forward", parts.forward), ("backward", parts.backward)):
                 if self.merge_layers and not _has_layer_loop(part):
-                    context.note(f"no layer loops merged: the {name} pass has no loop over its layers")
+                    context.note(f"no layer loops merged: {_why_none(name, parts)}")
         else:
             body, together = _same_direction_body(parts, self.pairing)
             replace = _replace_loop_by_pairs
@@ -130,7 +130,7 @@ def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
     """Makes the new loop body, which runs forward(i) and backward(i-1).
 
     Returns the body's builder, and two maps from old instructions to their copies: first the map of forward, then the
-    map of backward.
+    map of backward. Shared instructions are in neither map, because they belong to no strand.
     """
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
@@ -140,7 +140,8 @@ def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
     backward = _emit_backward(builder, parts, common, state)
     forward = _emit_forward(builder, parts, common, BETA)
     builder.finish(builder.tuple(_results(parts, forward, backward)))
-    return builder, forward, backward
+    of_forward, of_backward = ({i: copies[i] for i in copies if i not in common} for copies in (forward, backward))
+    return builder, of_forward, of_backward
 
 
 def _results(parts: Partition, forward: Copies, backward: Copies) -> list[Instruction]:
@@ -283,6 +284,16 @@ def _has_layer_loop(part: Collection[Instruction]) -> bool:
     """Whether the instructions of `part`, or the computations that they call, hold a loop over layers."""
     inside = chain.from_iterable(graph.walk(called) for i in part for called in i.called)
     return any(i.opcode == "while" and is_layer_loop(i) for i in chain(part, inside))
+
+
+def _why_none(name: str, parts: Partition) -> str:
+    """The reason why the part `name` has no layer loop, and what to do."""
+    if _has_layer_loop(parts.shared):
+        return (
+            "a loop over layers computes the same for every micro-batch; pass the batch to the loss as an argument, "
+            "instead of capturing it"
+        )
+    return f"the {name} pass has no loop over its layers"
 
 
 def _left(computation: Computation, copies: Copies) -> list[Instruction]:

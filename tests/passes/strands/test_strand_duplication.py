@@ -121,6 +121,11 @@ UNUSUAL = {
         "  weighted = f32[2,4] multiply(grads, numbers)\n  new_sums = f32[2,4] add(sums, weighted)"
     },
     "backward forgets the gradients before": {NEXT_SUMS: NEXT_SUMS.replace("new_sums", "grads")},
+    "the forward layers read no micro-batch": {
+        "dynamic-slice(batches, i, zero)": "dynamic-slice(batches, zero, zero)",
+        "dy = f32[4] multiply(y, y)": "own = f32[1,4] dynamic-slice(batches, i, zero), dynamic_slice_sizes={1,4}\n"
+        "  target = f32[4] reshape(own)\n  dy = f32[4] multiply(y, target)",
+    },
     "the loss is not a result": {
         "ROOT result = (f32[], f32[2,4]) tuple(loss, sums)": "ROOT result = (f32[2,4]) tuple(sums)"
     },
@@ -141,6 +146,13 @@ def test_results_are_the_same(case: str) -> None:
     before, after, _ = golden.run(text, StrandDuplication())
     assert after is not before
     golden.assert_same_results(before, after)
+
+
+def test_layers_that_read_no_micro_batch_belong_to_no_strand() -> None:
+    text = golden.read(SCAN, UNUSUAL["the forward layers read no micro-batch"])
+    _, _, report = golden.run(text, StrandDuplication())
+    assert report.notes[0].message.startswith("no layer loops merged: a loop over layers computes the same for every ")
+    assert report.notes[1].facts["merged_loops"] == []
 
 
 def test_counters_that_end_elsewhere_are_carried_apart() -> None:
