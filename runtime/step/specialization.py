@@ -294,8 +294,12 @@ class Specialization:
         )
         if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")
+        plain = jax_compat.apart(self.original).compile() if plain is None else plain
+        of_plain = self._largest(memory_need.of_compiled(plain).total, "weigh the plain step's memory")
+        if of_plain > limit:  # possible only if the user gave the limit
+            reason += f"; the plain step, which runs, needs more than the limit, too: {bytes_text(of_plain)}"
         self._leave_alone(reason)
-        self._compiled = jax_compat.apart(self.original).compile() if plain is None else plain
+        self._compiled = plain
 
     def _keep_speed(self) -> None:
         """Leaves the step alone if it is predicted to be slower than the plain step.

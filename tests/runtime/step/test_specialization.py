@@ -135,6 +135,7 @@ def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog:
     assert not is_interleaved(compiled(step, arguments))
     (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
     assert "more than 1,000 B, arguments included; the smallest sufficient limit is memory_limit=" in said
+    assert "; the plain step, which runs, needs more than the limit, too: " in said
     step, arguments = decorated(training, memory_limit=1000, strict=True)
     with pytest.raises(DhelixError, match="the smallest needs"):
         compiled(step, arguments)
