@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -104,11 +105,15 @@ def mesh(
       axis_type: the type of all axes.
 
     Raises:
-      DevicelessError: `axes` and `shape` have different numbers of GPUs, or `topology` raises this error.
+      DevicelessError: `axes` does not map names to whole numbers of at least 1, `axes` and `shape` have different
+        numbers of GPUs, or `topology` raises this error.
     """
-    count = int(np.prod(list(axes.values())))
-    if count < 1:
-        raise DevicelessError(f"axes {dict(axes)} have no GPU: give each axis a size of at least 1")
+    sizes = list(axes.values()) if isinstance(axes, Mapping) else [None]
+    if not all(isinstance(size, int | np.integer) and size >= 1 and size is not True for size in sizes):
+        raise DevicelessError(
+            f"axes {axes!r}: give each axis a name and a size of at least 1, such as {{'dp': 2, 'tp': 4}}"
+        )
+    count = math.prod(axes.values())
     if shape is None:
         per_host = min(count, _GPUS_PER_HOST)
         shape = f"1x{-(-count // per_host)}x{per_host}"

@@ -337,11 +337,10 @@ def test_errors_are_one_line(dump: Path, plan: RunPlan, arguments: tuple[str, ..
     assert status == 1 and said in errors.splitlines()[-1]
 
 
-def carried_out(options: trainer.Options, plan: str) -> None:
+def carried_out(options: trainer.Options, plan: str, memory_limit: str | None = None) -> None:
     """The step runs in the plan's order, although it has more layers and micro-batches than the planned step."""
     training, batch = profile_step.deviceless_training(options)
-    # The plans are made without a memory limit.
-    step = trainer.make_step(training, plain=False, options=StepOptions(plan=plan, memory_limit="1TiB"))
+    step = trainer.make_step(training, plain=False, options=StepOptions(plan=plan, memory_limit=memory_limit))
     example = training.abstract_state(), training.abstract_batch(batch)
     # Without tuning, fusions differ from those of the planned step. XLA calls passes for the order last, so the
     # compilation can stop there.
@@ -377,4 +376,5 @@ def test_a_pipeline_is_planned_and_runs_its_plan(tmp_path: Path) -> None:
     step = plan_program.of_preset(options, like=program(Memory(1 << 30, 0, 0, 0, "test")))  # only scheduled
     found = search(step, CostModel.find("H200", "nvlink", "connections1"), DP, MemoryLimit(None))
     plan_files.save(found.plan, tmp_path / "plan.json")
-    carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"))
+    # The plan was made without a memory limit.
+    carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"), "1TiB")

@@ -116,7 +116,7 @@ def test_malformed_requests_say_what_to_write(tmp_path: Path) -> None:
         deviceless.topology(shape="1x4")
     with pytest.raises(deviceless.DevicelessError, match="need 4 GPUs, but topology 1x1x8 has 8"):
         deviceless.mesh({"tp": 4}, shape="1x1x8")
-    with pytest.raises(deviceless.DevicelessError, match="give each axis a size of at least 1"):
+    with pytest.raises(deviceless.DevicelessError, match="give each axis a name and a size of at least 1"):
         deviceless.mesh({"dp": 0, "tp": 4})
     (tmp_path / "other.pbtxt").write_text("no_such_field: 1")
     with pytest.raises(deviceless.DevicelessError, match="refuses this target"):
