@@ -87,10 +87,10 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
 
 @pytest.mark.deviceless
 def test_a_step_that_is_predicted_to_be_slower_runs_plain(
-    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(specialization, "_SLOWER", -1.0)
-    step, arguments = decorated(training)
+    step, arguments = small()
     found = step.report(*arguments)
     assert not is_interleaved(compiled(step, arguments)) and found.gain is not None
     assert found.left_alone.startswith("two strands are slower: predicted step time")
@@ -99,12 +99,15 @@ def test_a_step_that_is_predicted_to_be_slower_runs_plain(
     assert StepOptions(strict=True).insists and StepOptions(plan=FOREIGN).insists and not StepOptions().insists
 
 
+def small(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
+    return steps.of_two_layers(
+        deviceless.mesh({"dp": 2}), compiler_options=dict(deviceless.COMPILER_OPTIONS), **options
+    )
+
+
 def greedy(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
     """A step that needs more memory with two strands, because no pass keeps the gradients of replicas in one place."""
-    compiler_options = dict(deviceless.COMPILER_OPTIONS)
-    return steps.of_two_layers(
-        deviceless.mesh({"dp": 2}), compiler_options=compiler_options, disable=("replica-sums",), **options
-    )
+    return small(disable=("replica-sums",), **options)
 
 
 def is_interleaved(program: jax.stages.Compiled) -> bool:
@@ -130,13 +133,13 @@ def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog:
 
 
 @pytest.mark.deviceless
-def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog: pytest.LogCaptureFixture) -> None:
-    step, arguments = decorated(training, memory_limit=1000)
+def test_a_limit_that_is_too_small_is_said_or_raised(caplog: pytest.LogCaptureFixture) -> None:
+    step, arguments = small(memory_limit=1000)
     assert not is_interleaved(compiled(step, arguments))
     (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
     assert "more than 1,000 B, arguments included; the smallest sufficient limit is memory_limit=" in said
     assert "; the plain step, which runs, needs more than the limit, too: " in said
-    step, arguments = decorated(training, memory_limit=1000, strict=True)
+    step, arguments = small(memory_limit=1000, strict=True)
     with pytest.raises(DhelixError, match="the smallest needs"):
         compiled(step, arguments)
 
