@@ -162,4 +162,6 @@ def name_of(options: trainer.Options, training: Training) -> str:
     how = "" if options.plain else ", interleaved"
     size = f"{training.config.layers} layers, sequence {training.config.seq}, {options.microbatches} micro-batches"
     size += f", vocabulary {options.vocab:,}" if options.vocab else ""
+    size += f", capacity factor {options.capacity:g}" if options.capacity is not None else ""
+    size += ", unrolled layers" if options.unrolled else ""
     return f"{options.preset}: {size}{how}, {axes}"

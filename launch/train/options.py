@@ -25,6 +25,8 @@ class Options:
     vocab: int | None = None
     dtype: str | None = None
     remat: str | None = None
+    unrolled: bool = False
+    capacity: float | None = None
     microbatches: int = 4
     mesh: str = ""
     pp: int = 1

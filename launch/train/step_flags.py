@@ -20,8 +20,8 @@ from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 
 _NAMES = (
-    "preset", "layers", "seq", "vocab", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline",
-    "chunks_per_stage", "sends_beside", "batch",
+    "preset", "layers", "seq", "vocab", "dtype", "remat", "unrolled", "capacity", "microbatches", "mesh", "sharding",
+    "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -44,6 +44,19 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         "dtype", None, ["float32", "bfloat16", "float16"], "data type that layers compute in (default: the preset's)"
     )
     text("remat", None, "rematerialization: none, full or a policy of jax.checkpoint_policies (default: the preset's)")
+    flags.DEFINE_bool(
+        "unrolled",
+        default.unrolled,
+        "write the layers out one after the other, instead of scanning over stacked layers; faster for experts",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "capacity",
+        None,
+        "capacity factor of experts (default: the preset's)",
+        lower_bound=0.0,
+        flag_values=values,
+    )
     number("microbatches", default.microbatches, "number of micro-batches per step")
     text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
     choice(

@@ -136,6 +136,13 @@ def prepare(options: Options) -> Run:
 def configuration(options: Options) -> LlamaConfig:
     """The configuration of the model. Raises DhelixError if the options contradict each other."""
     given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
+    if options.unrolled and options.pp > 1:
+        raise DhelixError("--pp needs stacked layers; leave --unrolled out")
+    given |= {"scan_layers": False} if options.unrolled else {}
+    if options.capacity is not None:
+        if not isinstance(preset(options.preset), MoeConfig):
+            raise DhelixError(f"--capacity is for models with experts, and {options.preset} has none; leave it out")
+        given["capacity_factor"] = options.capacity
     return _valid(lambda: preset(options.preset, options.layers, **given))
 
 
@@ -168,15 +175,10 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
     if isinstance(config, MoeConfig):
         raise DhelixError(f"--pp does not support the experts of {options.preset}; leave --pp out")
     return make_pipelined_step(
-        config,
-        mesh,
-        optimizer(options),
-        options.microbatches,
-        options.pipeline or "w",
-        options.chunks_per_stage or 2,
+        config, mesh, optimizer(options), options.microbatches, options.pipeline or "w", options.chunks_per_stage or 2,
         sharding=options.sharding,  # type: ignore
         sends_beside=options.sends_beside,
-    )
+    )  # fmt: skip
 
 
 def make_step(training: Training, plain: bool, options: StepOptions | None = None) -> Any:

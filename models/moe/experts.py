@@ -19,6 +19,7 @@ from dhelix.models.layers import recomputed, rms_norm
 from dhelix.models.moe.dispatch import combine, dispatch
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.routing import route
+from dhelix.models.moe.wide_gradients import Wide, product
 from dhelix.models.parallel import Parallel
 
 AUXILIARY = ("balance", "z", "dropped")
@@ -35,11 +36,11 @@ def experts_block(
     routing = route(config, logits)
     rows = dispatch(tokens, routing.rows, routing.choices).reshape(config.experts, -1, config.hidden)
     rows = parallel.gather_sequence(parallel.to_experts(rows))
-    gate, up = (jnp.einsum("erh,ehf->erf", rows, weights[name]) for name in ("w_gate", "w_up"))
+    gate, up = (product("erh,ehf->erf", rows, weights[name]) for name in ("w_gate", "w_up"))
 
     @recomputed
-    def down(gate: jax.Array, up: jax.Array, w_down: jax.Array) -> jax.Array:
-        return jnp.einsum("erf,efh->erh", jax.nn.silu(gate) * up, w_down)
+    def down(gate: jax.Array, up: jax.Array, w_down: jax.Array | Wide) -> jax.Array:
+        return product("erf,efh->erh", jax.nn.silu(gate) * up, w_down)
 
     results = parallel.from_experts(parallel.scatter_sequence(down(gate, up, weights["w_down"])))
     y = combine(results.reshape(-1, config.hidden), routing.weights, routing.rows, routing.choices).reshape(x.shape)

@@ -6,7 +6,8 @@ Parameters are those of `models.llama`, with these in place of the feed-forward 
     with shared experts: shared_gate, shared_up [L, hidden, shared ffn], shared_down [L, shared ffn, hidden]
 
 With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension. A step is then faster:
-its batched products read the weights in place, whereas XLA copies each layer's weights out of a stack.
+its batched products read the weights in place, whereas XLA copies each layer's weights out of a stack; and they add up
+the gradients by themselves (`wide_gradients`).
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ from dhelix.models.moe.experts import AUXILIARY, experts_block
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
-_REPLACED = ("w_gate", "w_up", "w_down")
+EXPERTS = ("w_gate", "w_up", "w_down")
+"""The weights of routed experts, in place of those of the feed-forward network."""
 _EXPERT_SPECS = {
     "router": PartitionSpec(),
     "w_gate": PartitionSpec("ep", None, "tp"),
@@ -45,7 +47,7 @@ def param_specs(config: MoeConfig) -> Params:
     chosen = _EXPERT_SPECS | (_SHARED_SPECS if config.shared else {})
 
     def of(layer: dict[str, PartitionSpec], *leading: None) -> dict[str, PartitionSpec]:
-        kept = {name: spec for name, spec in layer.items() if name not in _REPLACED}
+        kept = {name: spec for name, spec in layer.items() if name not in EXPERTS}
         return kept | {name: llama.spec_of(*leading, *spec) for name, spec in chosen.items()}
 
     layers = specs["layers"]
@@ -71,7 +73,7 @@ def init_params(config: MoeConfig, key: jax.Array) -> Params:
     add to the residual stream. The values depend neither on the sharding nor on `scan_layers`.
     """
     params = llama.init_params(dataclasses.replace(config, scan_layers=True), key)
-    layers = {name: weight for name, weight in params["layers"].items() if name not in _REPLACED}
+    layers = {name: weight for name, weight in params["layers"].items() if name not in EXPERTS}
     shapes = _expert_shapes(config)
     for (name, shape), one in zip(
         shapes.items(), jax.random.split(jax.random.fold_in(key, 1), len(shapes)), strict=True

@@ -20,6 +20,7 @@ from dhelix.models import llama
 from dhelix.models.layers import resolve_attention
 from dhelix.models.moe import model
 from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.models.moe.wide_gradients import Wide, widen
 from dhelix.models.parallel import ManualParallel, Parallel
 from dhelix.models.train_step import Metrics, Sharding, Training, assemble, axes_of, check_mesh
 
@@ -32,19 +33,41 @@ def accumulate_gradients(
 ) -> tuple[llama.Params, Metrics]:
     """Float32 mean gradients and mean metrics over the micro-batches of `rows [microbatches * batch, seq + 1]`."""
     params = llama.cast_params(config, params)
+    # With stacked layers, wide gradients would double the stacks that the loop over layers fills.
+    wide = params if config.scan_layers else with_wide_experts(params)
     tokens = rows.reshape(-1, microbatches, rows.shape[1]).swapaxes(0, 1)
 
     def micro_batch(carry: tuple[llama.Params, Metrics], tokens: jax.Array):
         gradients, totals = carry
         take = jax.grad(model.loss, argnums=1, has_aux=True)
-        new, metrics = take(config, params, tokens[:, :-1], tokens[:, 1:], parallel)
-        gradients = jax.tree.map(lambda accumulated, g: accumulated + g.astype(jnp.float32), gradients, new)
+        new, metrics = take(config, wide, tokens[:, :-1], tokens[:, 1:], parallel)
+        gradients = jax.tree.map(
+            lambda accumulated, g: accumulated + g.astype(jnp.float32), gradients, gradients_of(new)
+        )
         return (gradients, jax.tree.map(jnp.add, totals, metrics)), None
 
     zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), params)
     none = dict.fromkeys(("cross_entropy", *model.AUXILIARY), jnp.float32(0))
     (gradients, totals), _ = lax.scan(micro_batch, (zeros, none), tokens)
     return jax.tree.map(lambda value: value / microbatches, (gradients, totals))
+
+
+def with_wide_experts(params: llama.Params) -> llama.Params:
+    """`params` with a list of layers, whose experts' weights get their gradients in float32 (`wide_gradients`)."""
+
+    def of(layer: dict[str, jax.Array]) -> dict[str, jax.Array | Wide]:
+        return {name: widen(weight) if name in model.EXPERTS else weight for name, weight in layer.items()}
+
+    return params | {"layers": [of(layer) for layer in params["layers"]]}
+
+
+def gradients_of(derivatives: llama.Params) -> llama.Params:
+    """The gradients of parameters, from the derivatives with respect to `with_wide_experts` of them."""
+
+    def of(each: jax.Array | Wide) -> jax.Array:
+        return each.gradient if isinstance(each, Wide) else each
+
+    return jax.tree.map(of, derivatives, is_leaf=lambda each: isinstance(each, Wide))
 
 
 def reduce_gradients(gradients: llama.Params, specs: llama.Params) -> llama.Params:
@@ -96,6 +119,6 @@ def make_train_step(
         return loss, reduce_gradients(gradients, specs), metrics
 
     in_specs, out_specs = (specs, PartitionSpec(DATA)), (PartitionSpec(), specs, PartitionSpec())
-    gradients_of = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    compute = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     initial = functools.partial(model.init_params, config)
-    return assemble(config, mesh, microbatches, optimizer, gradients_of, specs, initial, data=DATA)
+    return assemble(config, mesh, microbatches, optimizer, compute, specs, initial, data=DATA)

@@ -377,4 +377,4 @@ def test_a_pipeline_is_planned_and_runs_its_plan(tmp_path: Path) -> None:
     found = search(step, CostModel.find("H200", "nvlink", "connections1"), DP, MemoryLimit(None))
     plan_files.save(found.plan, tmp_path / "plan.json")
     # The plan was made without a memory limit.
-    carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"), "1TiB")
+    carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"), "1024GiB")

@@ -1,18 +1,18 @@
-"""The model against one that computes all experts for all tokens; and its counts of parameters."""
+"""The model's counts of parameters, its loss, and the gradients of its products."""
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhelix.models import layers
 from dhelix.models.moe import model
-from dhelix.models.moe.experts import experts_block
-from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
-from dhelix.models.parallel import SINGLE_DEVICE
+from dhelix.models.moe.moe_config import MOE_PRESETS
+from dhelix.models.moe.wide_gradients import product, widen
 
 TINY = dataclasses.replace(
     MOE_PRESETS["phi-moe-demo"],
@@ -48,44 +48,27 @@ def test_presets_have_the_published_sizes(name: str, total: float, active: float
     assert config.active_parameter_count / 1e9 == pytest.approx(active, abs=0.06)
 
 
-def dense_block(config: MoeConfig, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Every expert computes every token; the weights of the experts that were not chosen are zero."""
-    h = layers.rms_norm(x, weights["ffn_norm"], config.norm_eps)
-    p = jax.nn.softmax(h @ weights["router"], axis=-1)
-    least = jnp.sort(p, axis=-1)[..., -config.chosen, None]
-    kept = jnp.where(p >= least, p, 0.0)
-    if config.normalise:
-        kept = kept / jnp.sum(kept, axis=-1, keepdims=True)
-    gate, up = (jnp.einsum("bsh,ehf->bsef", h, weights[name]) for name in ("w_gate", "w_up"))
-    y = jnp.einsum("bsef,efh,bse->bsh", jax.nn.silu(gate) * up, weights["w_down"], kept)
-    if config.shared:
-        y = y + (jax.nn.silu(h @ weights["shared_gate"]) * (h @ weights["shared_up"])) @ weights["shared_down"]
-    return y
+@pytest.mark.parametrize("spec", ["erh,ehf->erf", "erf,efh->erh"])
+def test_wide_gradients_are_not_rounded(spec: str) -> None:
+    """In bfloat16, the derivative by the weight has an error as of float32; the derivative by the rows is JAX's own."""
+    sizes = dict(zip("erhf", (2, 8, 5, 6), strict=True))
+    random, (of_rows, of_weight) = np.random.default_rng(0), spec.split("->")[0].split(",")
+    rows, weight = (
+        jnp.asarray(random.standard_normal([sizes[i] for i in of]), jnp.bfloat16) for of in (of_rows, of_weight)
+    )
 
+    def loss(multiply: Any, rows: jax.Array, weight: Any) -> jax.Array:
+        return jnp.sum(multiply(rows, weight).astype(jnp.float32) ** 2)
 
-@pytest.mark.parametrize(
-    ("chosen", "shared", "normalise"),
-    [pytest.param(1, 0, True, marks=pytest.mark.slow), pytest.param(2, 0, True, marks=pytest.mark.slow), (3, 2, False)],
-)
-def test_a_layer_computes_what_all_experts_together_would(chosen: int, shared: int, normalise: bool) -> None:
-    config = dataclasses.replace(TINY, chosen=chosen, shared=shared, normalise=normalise, capacity_factor=4.0)
-    stacked = model.init_params(config, jax.random.key(1))["layers"]
-    weights = {name: 10 * weight[0] for name, weight in stacked.items()}
-    x = jax.random.normal(jax.random.key(2), (3, 16, config.hidden))
-
-    def ours(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(experts_block(config, SINGLE_DEVICE, weights, x)[0]))
-
-    def dense(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(dense_block(config, weights, x)))
-
-    dropped = jax.jit(lambda x: experts_block(config, SINGLE_DEVICE, weights, x)[1][2])(x)
-    assert float(dropped) == 0.0
-    found, wanted = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(weights, x) for f in (ours, dense))
-    # The gradient of the router of one chosen expert is zero, as the difference of terms as large as the others.
-    largest = max(float(np.max(np.abs(other))) for other in jax.tree.leaves(wanted))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6 * largest + 1e-4 * float(np.max(np.abs(other))))
+    wide = jax.grad(functools.partial(loss, functools.partial(product, spec)), argnums=(0, 1))
+    plain = jax.grad(functools.partial(loss, functools.partial(jnp.einsum, spec)), argnums=(0, 1))
+    (by_rows, by_weight), (expected, rounded) = wide(rows, widen(weight)), plain(rows, weight)
+    np.testing.assert_array_equal(by_rows, expected)
+    assert by_weight.gradient.dtype == jnp.float32 and not np.any(by_weight.weight)
+    np.testing.assert_allclose(by_weight.gradient, rounded.astype(np.float32), rtol=2**-8)
+    y = jnp.einsum(spec, rows, weight).astype(jnp.float32)
+    exact = np.einsum(f"{of_rows},{spec[-3:]}->{of_weight}", *(np.float64(a) for a in (rows, 2 * y)))
+    np.testing.assert_allclose(by_weight.gradient, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_is_the_cross_entropy_and_the_weighted_routing_losses() -> None:
