@@ -3,9 +3,9 @@
     python benchmarks/experts/kernel_classes.py --unrolled --out DIR          # needs the GPUs of --ep x --tp x --dp
     python benchmarks/experts/kernel_classes.py --unrolled --on_paper         # the bounds alone
 
-The bound of a class is the roofline's time: FLOPs at the peak rate, or bytes at the memory's bandwidth. MFU counts only
-the FLOPs of the model, so the last lines say which MFU the step would reach if all communication were hidden, and if
-every other kernel also ran at its bound.
+The bound of a kernel is the time of its FLOPs at the GPU's peak rate, or of its bytes at the full bandwidth of memory
+or links. MFU counts only the FLOPs of the model. So the last table says which MFU the step would reach if all
+communication were hidden, and if every other kernel also ran at its bound.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ def kernels(module: HloModule) -> Iterator[tuple[Instruction, int]]:
 def bounds(module: HloModule, gpu: str) -> dict[str, float]:
     """Milliseconds that each class takes at least."""
     found: dict[str, float] = defaultdict(float)
+    at = hardware.ALL[gpu]
     for instruction, count in kernels(module):
-        found[kernel_class(instruction)] += 1e3 * count * instruction_cost(instruction, hardware.ALL[gpu]).seconds
+        cost, name = instruction_cost(instruction, at), kernel_class(instruction)
+        moved = cost.bytes / (at.intra_bandwidth if name == COMMUNICATION else at.memory_bandwidth)
+        found[name] += 1e3 * count * max(cost.flops / at.peak_flops, moved)
     return found
 
 
@@ -108,32 +111,34 @@ def main() -> None:
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(*example)
     compiled = deviceless.compile(lowered) if options.on_paper else lowered.compile(dict(NO_GRAPHS))
     module, gpu = compiled_module(compiled), worker.gpu_of(options)
-    least = bounds(module, gpu)
     took = {} if options.on_paper else measured(compiled, module, options)
     flops = worker.rows(options) * options.seq * training.config.flops_per_token(options.seq)
     ideal = 1e3 * flops / worker.gpus(options) / hardware.ALL[gpu].peak_flops
-    on = worker.describe(options, training).on
-    report = {"on": on, "bound_ms": least, "measured_ms": took, "model_flops_ms": ideal, "unrolled": options.unrolled}
-    print(table(report))
+    report = {"on": worker.describe(options, training).on, **tables(bounds(module, gpu), took, ideal)}
+    print(json.dumps(report, indent=1))
     if not options.on_paper:
         options.out.mkdir(parents=True, exist_ok=True)
         name = options.name or f"kernel_classes{'_unrolled' if options.unrolled else ''}"
         Path(options.out, f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def table(report: dict[str, dict[str, float]]) -> str:
-    took, least = report["measured_ms"], report["bound_ms"]
-    lines = ["| kernels | measured, ms | bound, ms |", "|---|---|---|"]
-    lines += [
-        f"| {name} | {took.get(name, 0.0):.1f} | {bound:.1f} |"
-        for name, bound in sorted(least.items(), key=lambda each: -each[1])
-    ]
-    ideal = float(report["model_flops_ms"])  # type: ignore[arg-type]
-    for words, times in (("measured kernels", took), ("all kernels at their bounds", least)):
-        compute = sum(time for name, time in times.items() if name != COMMUNICATION)
-        if compute:
-            lines.append(f"MFU with all communication hidden, {words}: {ideal / compute:.1%} ({compute:.1f} ms)")
-    return "\n".join(lines)
+def tables(least: dict[str, float], took: dict[str, float], ideal: float) -> dict[str, dict[str, dict[str, float]]]:
+    """The tables of the report.
+
+    Args:
+      least, took: bound and measured milliseconds of each class.
+      ideal: milliseconds that the model's FLOPs take at the peak rate.
+    """
+    columns = {"measured, ms": took, "bound, ms": least} if took else {"bound, ms": least}
+    rows = {
+        name: {head: times.get(name, 0.0) for head, times in columns.items()}
+        for name in sorted(least, key=lambda name: -least[name])
+    }
+    compute = {
+        head: sum(time for name, time in times.items() if name != COMMUNICATION) for head, times in columns.items()
+    }
+    mfu = {head.partition(",")[0]: {"compute, ms": ms, "MFU, %": 100 * ideal / ms} for head, ms in compute.items()}
+    return {"kernels of a step": rows, "if all communication were hidden": mfu}
 
 
 if __name__ == "__main__":

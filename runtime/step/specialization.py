@@ -42,10 +42,10 @@ _MANUAL_IN_GSPMD = (
 )
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True interleave it anyway)"
 
-_SLOWER = 0.05
+_SLOWER = 0.01
 """The plain step runs if the interleaved step is predicted to take longer by more than this fraction.
 
-Predictions from a profile of the step have smaller errors than this.
+Of the measured steps in one node whose predicted gain is below 10 % (docs/results), none gained 1 % more than predicted.
 """
 
 
