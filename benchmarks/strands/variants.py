@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dhelix.benchmarks.strands.no_communication import NoCommunication
+from dhelix.benchmarks.strands.pinned_weight_gradients import PinnedWeightGradients
 from dhelix.benchmarks.strands.round_robin import RoundRobin
 from dhelix.errors import DhelixError
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
@@ -217,6 +218,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, list", "strands", "list"),
     Variant("strands, list by profile", "strands", "list by profile"),
     Variant("strands, dp", "strands", "dp"),
+    Variant("strands, dp, weight gradients pinned", "strands", "dp, weight gradients pinned"),
     Variant("strands, round_robin", "strands", "round_robin"),
     Variant("strands, forward-forward, dp", "forward-forward", "dp"),
     Variant("strands, backward-backward, dp", "backward-backward", "dp"),
@@ -296,6 +298,10 @@ _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
     "list": lambda hardware, model: (CollectiveSchedule(hardware),),
     "list by profile": lambda hardware, model: (CollectiveSchedule(hardware, model=model),),
     "dp": lambda hardware, model: (StrandPairing(hardware, model=model),),
+    "dp, weight gradients pinned": lambda hardware, model: (
+        PinnedWeightGradients(hardware, model),
+        StrandPairing(hardware, model=model),
+    ),
     "intra_batch": lambda hardware, model: (IntraBatch(hardware, model=model),),
     "round_robin": lambda hardware, model: (RoundRobin(hardware, model=model),),
 }

@@ -78,10 +78,10 @@ class Strand:
 
     def candidates(self) -> tuple[tuple[Operator, ...], ...]:
         """XLA's order, floating operators after collectives of the strand, and floating operators at the end."""
-        beneath, late = (self._placed(lanes) for lanes in (COMMUNICATION, ()))
+        beneath, late = (self.placed(lanes) for lanes in (COMMUNICATION, ()))
         return self.operators, beneath, late
 
-    def _placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:
+    def placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:
         """Moves each floating operator behind the first operator on `lanes` after which it can run, else to the end."""
         mine = {o.number for o in self.operators}
         waiting = [o for o in self.operators if o.number in self.floating]

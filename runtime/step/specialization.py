@@ -45,7 +45,7 @@ _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes
 _SLOWER = 0.01
 """The plain step runs if the interleaved step is predicted to take longer by more than this fraction.
 
-Of the measured steps in one node whose predicted gain is below 10 % (docs/results), none gained 1 % more than predicted.
+Of the measured steps in one node with a predicted gain below 10 % (docs/results), none gained 1 % more than predicted.
 """
 
 
