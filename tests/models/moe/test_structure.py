@@ -15,7 +15,7 @@ from dhelix.runtime.compiler import deviceless
 WIDE = dataclasses.replace(
     MOE_PRESETS["phi-moe-42b"], layers=4, vocab=4096, hidden=2048, heads=16, kv_heads=8, ffn=2048, seq=4096
 )
-MESHES = [{"dp": 1, "ep": 4, "tp": 1}, {"dp": 4, "ep": 2, "tp": 8}]
+MESHES = [{"dp": 1, "ep": 4, "tp": 1}, {"dp": 1, "ep": 8, "tp": 1}, {"dp": 4, "ep": 2, "tp": 8}]
 
 
 @pytest.mark.slow
