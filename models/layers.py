@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dhelix.models.llama_config import LlamaConfig
-from dhelix.models.parallel import Parallel, vocab_position
+from dhelix.models.parallel import GATHERED, Parallel, vocab_position
 
 Rotation = tuple[jax.Array, jax.Array]
 Layer = Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, Any]]
@@ -143,18 +143,23 @@ def decoder_layer(
     return x + feed_forward_block(config, parallel, weights, x)
 
 
-def through_layers(config: LlamaConfig, layer: Layer, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+def through_layers(
+    config: LlamaConfig, layer: Layer, x: jax.Array, layers: Any, gathers: bool = False
+) -> tuple[jax.Array, Any]:
     """Applies `layer` to `x` for one layer after the other, with rematerialization as `config.remat` says.
 
     Args:
       layer: function of `x` and a layer's weights. Returns the layer's `x`, and what else the layer reports, or None.
       layers: the weights of all layers: stacked with `scan_layers`, otherwise a list with one entry per layer.
+      gathers: whether layers gather weights (`Parallel.whole_weights`). The backward pass then gathers them again.
 
     Returns:
       The last layer's `x`, and the reports of all layers, stacked.
     """
-    if config.remat != "none":
-        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
+    if config.remat != "none" or gathers:
+        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat, None)
+        if config.remat == "none":
+            policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
     if config.scan_layers:

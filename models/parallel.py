@@ -15,13 +15,14 @@ stage then holds a part of the vocabulary, so that all stages have equal work.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -118,6 +119,15 @@ class Parallel:
         """Sends the experts' rows back: the inverse of `to_experts`."""
         return rows
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether `whole_weights` gathers any weights."""
+        return False
+
+    def whole_weights(self, weights: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Gathers the weights that are split over data-parallel replicas (FSDP)."""
+        return weights
+
     def sequence_shards(self) -> int:
         """Number of devices that share a sequence between blocks."""
         return 1
@@ -156,6 +166,9 @@ class Parallel:
 
 SINGLE_DEVICE = Parallel()
 
+GATHERED = "gathered weight"
+"""The name for `jax.checkpoint` of weights that a layer has gathered. The backward pass gathers them again."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ManualParallel(Parallel):
@@ -168,12 +181,15 @@ class ManualParallel(Parallel):
       axis: the mesh axis or axes over which arrays are exchanged.
       pipeline: the mesh axis of the pipeline's stages, if all stages share embedding and head (`PipelineEnds`).
       experts: the axis whose devices hold different experts; None if every device holds all.
+      split_over_dp: names of the weights that are split over `dp`, with the dimension that is split. Under FSDP, a
+        layer gathers them when it needs them. The transpose reduce-scatters their gradients.
       collective_matmuls: if given, these functions replace the matmuls of layers and their collectives.
     """
 
     axis: str | tuple[str, ...] = "tp"
     pipeline: str | None = None
     experts: str | None = None
+    split_over_dp: tuple[tuple[str, int], ...] = ()
     collective_matmuls: CollectiveMatmuls | None = None
 
     @property
@@ -210,6 +226,19 @@ class ManualParallel(Parallel):
 
     def from_experts(self, rows: jax.Array) -> jax.Array:
         return rows if self.experts is None else lax.all_to_all(rows, self.experts, 1, 0, tiled=True)
+
+    @property
+    def gathers_weights(self) -> bool:
+        return bool(self.split_over_dp)
+
+    def whole_weights(self, weights: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        split = dict(self.split_over_dp)
+        whole = {
+            name: checkpoint_name(lax.all_gather(weight, "dp", axis=split[name], tiled=True), GATHERED)
+            for name, weight in weights.items()
+            if name in split
+        }
+        return {**weights, **whole}
 
     def sequence_shards(self) -> int:
         return lax.axis_size(self.axis)

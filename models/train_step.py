@@ -210,11 +210,11 @@ def make_train_step(
     initial = functools.partial(llama.init_params, config)
     specs = llama.param_specs(config)
     if sharding == "fsdp":
-        specs = _over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
+        specs = over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
     return assemble(config, mesh, microbatches, optimizer, gradients_of, specs, initial)
 
 
-def _over_dp(config: LlamaConfig, specs: llama.Params, params: llama.Params, dp: int) -> llama.Params:
+def over_dp(config: LlamaConfig, specs: llama.Params, params: llama.Params, dp: int) -> llama.Params:
     """`specs`, where each matrix is also split over `dp` if one of its dimensions allows it.
 
     The dimension to split is the first one that is not split yet and that is a multiple of `dp`. The layer dimension is

@@ -63,8 +63,8 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         "sharding",
         default.sharding,
         ["shard_map", "auto", "fsdp"],
-        "who inserts collectives: shard_map (the model's code), auto (XLA), fsdp (XLA, with parameters also split "
-        "over dp)",
+        "who inserts collectives: shard_map (the model's code), auto (XLA), fsdp (parameters also split over dp; by "
+        "XLA, with experts by the model's code)",
     )
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")

@@ -12,6 +12,7 @@ the gradients by themselves (`wide_gradients`).
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -97,15 +98,17 @@ def logits(
       Logits `[batch, seq, vocab / tp]` in the compute dtype, and the means over layers of `AUXILIARY`, float32 `[3]`.
     """
     by = rotation(config, tokens.shape[1])
+    ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
-    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def layer(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        weights = parallel.whole_weights(weights)
         x = x + attention_block(config, parallel, weights, x, by)
         more, auxiliary = experts_block(config, parallel, weights, x)
         return x + more, auxiliary
 
-    x = embed(config, parallel, params["embedding"], tokens)
-    x, auxiliary = through_layers(config, layer, x, params["layers"])
-    return llama.project(config, params, x, parallel), jnp.mean(auxiliary, axis=0)
+    x = embed(config, parallel, ends["embedding"], tokens)
+    x, auxiliary = through_layers(config, layer, x, params["layers"], parallel.gathers_weights)
+    return llama.project(config, dict(ends), x, parallel), jnp.mean(auxiliary, axis=0)
 
 
 def loss(

@@ -4,7 +4,8 @@
     training = make_train_step(preset("phi-moe-demo"), mesh, optax.adamw(1e-3), microbatches=4)
 
 Rows of the batch are split over `dp` and `ep`. Experts are split over `ep`. All other parameters are replicated over
-both, and split over `tp` as in `models.train_step`.
+both, and split over `tp` as in `models.train_step`. With FSDP, matrices, their gradients and their optimizer state are
+also split over `dp`, and layers gather weights when they need them.
 """
 
 import dataclasses
@@ -21,20 +22,21 @@ from dhelix.models.layers import resolve_attention
 from dhelix.models.moe import model
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.wide_gradients import Wide, widen
-from dhelix.models.parallel import ManualParallel, Parallel
-from dhelix.models.train_step import Metrics, Sharding, Training, assemble, axes_of, check_mesh
+from dhelix.models.parallel import ManualParallel
+from dhelix.models.train_step import Metrics, Sharding, Training, assemble, axes_of, check_mesh, over_dp
 
 DATA = ("dp", "ep")
 """The mesh axes that split the batch."""
 
 
 def accumulate_gradients(
-    config: MoeConfig, parallel: Parallel, microbatches: int, params: llama.Params, rows: jax.Array
+    config: MoeConfig, parallel: ManualParallel, microbatches: int, params: llama.Params, rows: jax.Array
 ) -> tuple[llama.Params, Metrics]:
     """Float32 mean gradients and mean metrics over the micro-batches of `rows [microbatches * batch, seq + 1]`."""
     params = llama.cast_params(config, params)
-    # With stacked layers, wide gradients would double the stacks that the loop over layers fills.
-    wide = params if config.scan_layers else with_wide_experts(params)
+    # With stacked layers, wide gradients would double the stacks that the loop over layers fills. With FSDP, they would
+    # double the volume of reduce-scatters.
+    wide = params if config.scan_layers or parallel.split_over_dp else with_wide_experts(params)
     tokens = rows.reshape(-1, microbatches, rows.shape[1]).swapaxes(0, 1)
 
     def micro_batch(carry: tuple[llama.Params, Metrics], tokens: jax.Array):
@@ -70,11 +72,20 @@ def gradients_of(derivatives: llama.Params) -> llama.Params:
     return jax.tree.map(of, derivatives, is_leaf=lambda each: isinstance(each, Wide))
 
 
+def split_over_dp(config: MoeConfig, specs: llama.Params) -> tuple[tuple[str, int], ...]:
+    """The names of the weights that `specs` splits over `dp`, each with the split dimension, not counting layers."""
+    first = specs["layers"] if config.scan_layers else specs["layers"][0]
+    layer = {name: spec[1:] if config.scan_layers else spec for name, spec in first.items()}
+    every = layer | {name: spec for name, spec in specs.items() if name != "layers"}
+    return tuple((name, tuple(spec).index("dp")) for name, spec in every.items() if "dp" in axes_of(spec))
+
+
 def reduce_gradients(gradients: llama.Params, specs: llama.Params) -> llama.Params:
     """Turns each device's own gradients into those of the mean over `dp` and `ep`, under `shard_map`.
 
-    An expert has seen the tokens of its whole `ep` group, so its gradients are sums over `ep` already. A parameter that
-    is replicated over `tp` has seen only a part of the sequence on each device.
+    An expert has seen the tokens of its whole `ep` group, so its gradients are sums over `ep` already. Gradients that
+    are split over `dp` are sums over `dp` already. A parameter that is replicated over `tp` has seen only a part of the
+    sequence on each device.
     """
 
     def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -93,16 +104,16 @@ def make_train_step(
     microbatches: int,
     sharding: Sharding = "shard_map",
 ) -> Training:
-    """A train step of `config` over `mesh` (axes `dp`, `ep` and `tp`), under `shard_map`.
+    """A train step of `config` over `mesh` (axes `dp`, `ep` and `tp`), under `shard_map`. "fsdp" also splits over `dp`.
 
     Its metrics are `loss` (cross-entropy in nats per token plus the weighted routing losses), `grad_norm`,
     `cross_entropy`, and the means over layers, micro-batches and devices of `balance`, `z` and `dropped` (`Routing`).
 
     Raises:
-      ValueError: `sharding` is not "shard_map", the mesh has other axes, or the model does not divide over it.
+      ValueError: `sharding` is "auto", the mesh has other axes, or the model does not divide over it.
     """
-    if sharding != "shard_map":
-        raise ValueError(f"sharding={sharding!r} is not supported for experts; use 'shard_map'")
+    if sharding not in ("shard_map", "fsdp"):
+        raise ValueError(f"sharding={sharding!r} is not supported for experts; use 'shard_map' or 'fsdp'")
     check_mesh(config, mesh, microbatches, axes=(*DATA, "tp"))
     if config.experts % mesh.shape["ep"]:
         raise ValueError(
@@ -110,7 +121,10 @@ def make_train_step(
         )
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
     specs = model.param_specs(config)
-    parallel = ManualParallel(experts="ep")
+    initial = functools.partial(model.init_params, config)
+    if sharding == "fsdp":
+        specs = over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
+    parallel = ManualParallel(experts="ep", split_over_dp=split_over_dp(config, specs))
 
     def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params, Metrics]:
         gradients, metrics = accumulate_gradients(config, parallel, microbatches, params, rows)
@@ -120,5 +134,4 @@ def make_train_step(
 
     in_specs, out_specs = (specs, PartitionSpec(DATA)), (PartitionSpec(), specs, PartitionSpec())
     compute = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    initial = functools.partial(model.init_params, config)
     return assemble(config, mesh, microbatches, optimizer, compute, specs, initial, data=DATA)

@@ -10,20 +10,24 @@ import pytest
 from dhelix import strand_interleave
 from dhelix.models.moe.moe_config import MOE_PRESETS
 from dhelix.models.moe.train_step import make_train_step
+from dhelix.models.train_step import Sharding
 from dhelix.runtime.compiler import deviceless
 
 WIDE = dataclasses.replace(
     MOE_PRESETS["phi-moe-42b"], layers=4, vocab=4096, hidden=2048, heads=16, kv_heads=8, ffn=2048, seq=4096
 )
-MESHES = [{"dp": 1, "ep": 4, "tp": 1}, {"dp": 1, "ep": 8, "tp": 1}, {"dp": 4, "ep": 2, "tp": 8}]
+CASES: list[tuple[dict[str, int], Sharding]] = [
+    ({"dp": 1, "ep": 4, "tp": 1}, "shard_map"), ({"dp": 4, "ep": 2, "tp": 1}, "fsdp"),
+    ({"dp": 4, "ep": 2, "tp": 8}, "shard_map"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_experts_become_strands(axes: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("axes", "sharding"), CASES, ids=str)
+def test_experts_become_strands(axes: dict[str, int], sharding: Sharding, tmp_path: Path) -> None:
     """On several nodes of 8 GPUs, the all-to-alls over `ep` run on a stream beside the collectives over `tp`."""
-    training = make_train_step(WIDE, deviceless.mesh(axes), optax.sgd(0.1), 4)
+    training = make_train_step(WIDE, deviceless.mesh(axes), optax.sgd(0.1), 4, sharding)
     options = {**deviceless.COMPILER_OPTIONS, "xla_dump_to": str(tmp_path)}
     step = strand_interleave(training.train_step, donate_argnums=0, strict=True, compiler_options=options)
     arguments = training.abstract_state(), training.abstract_batch(4 * axes["dp"] * axes["ep"])

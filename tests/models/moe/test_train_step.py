@@ -13,6 +13,7 @@ from dhelix import strand_interleave
 from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
 from dhelix.models.moe.train_step import make_train_step
 from dhelix.models.parallel import make_mesh
+from dhelix.models.train_step import Sharding
 from dhelix.tests.quick import slow_but
 
 CONFIG = dataclasses.replace(
@@ -25,8 +26,11 @@ MICROBATCHES = 3
 
 
 @functools.cache
-def train(config: MoeConfig, dp: int, ep: int, tp: int, strands: bool = False) -> tuple[Any, list[dict[str, float]]]:
-    training = make_train_step(config, make_mesh(dp, tp, ep=ep), optax.sgd(0.5, momentum=0.9), MICROBATCHES)
+def train(
+    config: MoeConfig, dp: int, ep: int, tp: int, strands: bool = False, sharding: Sharding = "shard_map"
+) -> tuple[Any, list[dict[str, float]]]:
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    training = make_train_step(config, make_mesh(dp, tp, ep=ep), optimizer, MICROBATCHES, sharding)
     step: Any = strand_interleave(training.train_step, strict=True) if strands else jax.jit(training.train_step)
     state, found = training.init(jax.random.key(0)), []
     batch = {"tokens": jax.device_put(TOKENS, training.batch_sharding)}
@@ -59,6 +63,28 @@ def test_strands_train_as_the_plain_step_and_drop_the_same_tokens(mesh: tuple[in
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("scanned", "strands"), [(True, False), (True, True), (False, False)])
+def test_fsdp_trains_as_replicas_do(scanned: bool, strands: bool) -> None:
+    mesh = 2, 2, 1
+    config = dataclasses.replace(CONFIG, scan_layers=scanned)
+    (params, metrics), (expected, wanted) = train(config, *mesh, strands, "fsdp"), train(config, *mesh)
+    for one, other in zip(metrics, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_fsdp_splits_matrices_over_replicas(scanned: bool) -> None:
+    config = dataclasses.replace(CONFIG, scan_layers=scanned)
+    training = make_train_step(config, make_mesh(2, 1, ep=4), optax.sgd(0.5), MICROBATCHES, "fsdp")
+    state = training.abstract_state()
+    split = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    for name, leaf in split.items():
+        assert ("dp" in jax.tree.leaves(tuple(leaf.sharding.spec))) == ("norm" not in name), name
+
+
+@pytest.mark.slow
 def test_layers_that_are_not_scanned_train_the_same() -> None:
     mesh = 1, 2, 1
     (params, metrics), (expected, wanted) = (
@@ -76,7 +102,7 @@ def test_layers_that_are_not_scanned_train_the_same() -> None:
     ("changes", "ep", "sharding", "words"),
     [
         ({"experts": 6}, 4, "shard_map", "experts = 6 is not divisible by ep = 4"),
-        ({}, 4, "auto", "sharding='auto' is not supported for experts"),
+        ({}, 4, "auto", "sharding='auto' is not supported for experts; use 'shard_map' or 'fsdp'"),
         ({"kv_heads": 1}, 4, "shard_map", "kv_heads = 1 is not divisible by tp = 2"),
     ],
 )

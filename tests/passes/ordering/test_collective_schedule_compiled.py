@@ -10,13 +10,13 @@ from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.runtime.compiler import deviceless, lowering
 from dhelix.runtime.compiler.registration import Session
 from dhelix.tests.passes.schedules import temporaries
-from dhelix.tests.quick import slow_but
 
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("strands", slow_but([False], [False, True]))
+@pytest.mark.parametrize("strands", [False, True])
 def test_a_train_step_compiles_in_the_order_found(strands: bool) -> None:
     """The compiler accepts the order, and its memory stays within the slack of 3 %."""
     case = Case("small", layers=4, microbatches=4, overrides=SMALL)

@@ -52,6 +52,7 @@ def test_unrolled_layers_need_no_more_memory() -> None:
     assert measure(strands, strands=True).peak <= MEMORY * measure(plain, strands=False).peak
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_copies_are_seen_where_there_are_some() -> None:
     """Without the barrier between the read and the write of a slot, copy insertion copies whole stacks."""

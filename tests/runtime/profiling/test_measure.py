@@ -293,6 +293,7 @@ def test_what_runs_out_of_memory_together_runs_apart(machine: Machine) -> None:
 
 
 def test_what_failed_keeps_no_memory_while_its_halves_run(machine: Machine) -> None:
+    gc.freeze()  # objects of earlier tests, which would make each collection slow
     held: list[weakref.ref[jax.Array]] = []
     alive: list[int] = []
 

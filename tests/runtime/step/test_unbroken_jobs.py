@@ -139,6 +139,7 @@ def test_what_is_not_called_is_let_go() -> None:
         jax.block_until_ready(step(*arguments))
         return executables() - before
 
+    gc.freeze()  # objects of earlier tests, which would make each collection slow
     arguments = weights(), batch()
     strand_interleave(train_step, microbatches=4, verify=True)(*arguments)  # all steps share the programs that compare
     assert taken(strand_interleave(train_step, microbatches=4)) == 1
