@@ -31,7 +31,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
-    step_flags.define(values, None, "tp over 4 GPUs")
+    step_flags.define(values, None, "4 GPUs, on tp, or on ep with experts")
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "link between the GPUs")
     choice("hardware", None, hardware.GPUS, f"GPU to plan for (default: the dump's, or {DEFAULT_GPU})")
     number("gpus_per_node", None, "GPUs per node (default: 8; with --link two-nodes, half of the step's GPUs)")

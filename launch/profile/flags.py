@@ -33,7 +33,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, flag_values=values)
-    step_flags.define(values, None, "all devices, as many as possible on tp")
+    step_flags.define(values, None, "all devices, as many as possible on tp, or on ep with experts")
     switch("interleave", False, "measure the step with interleaved strands instead of the plain one")
     flags.DEFINE_list(
         "settings", ["default"], f"launch settings to measure, from {', '.join(SETTINGS)}", flag_values=values

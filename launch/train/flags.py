@@ -28,7 +28,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
     default = Options()
-    step_flags.define(values, default.preset, "all devices, as many as possible on tp")
+    step_flags.define(values, default.preset, "all devices, as many as possible on tp, or on ep with experts")
     number(
         "steps",
         default.steps,

@@ -47,7 +47,7 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     flags.DEFINE_bool(
         "unrolled",
         default.unrolled,
-        "write the layers out one after the other, instead of scanning over stacked layers; faster for experts",
+        "write the layers out one after the other, instead of scanning over stacked layers; often faster for experts",
         flag_values=values,
     )
     flags.DEFINE_float(

@@ -158,6 +158,9 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
     training = _valid(lambda: _training(options, config, mesh))
     batch = options.batch or options.microbatches * axes["dp"] * axes.get("ep", 1)
     _valid(lambda: training.check_batch(training.abstract_batch(batch)["tokens"]))
+    if isinstance(config, MoeConfig):
+        tokens = batch // options.microbatches // axes["dp"] // axes["ep"] * config.seq // axes["tp"]
+        _valid(lambda: config.capacity(tokens))
     return training, batch
 
 
@@ -358,7 +361,8 @@ def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1, experts: int
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in names or name in axes or not size.isdecimal() or int(size) < 1:
-            more = {"pp": "; the number of pipeline stages is --pp", "ep": "; ep is for models with experts"}
+            more = {"pp": "; the number of pipeline stages is --pp"}
+            more |= {} if experts else {"ep": "; ep is for models with experts"}
             example = "dp=2,ep=4,tp=1" if experts else "dp=2,tp=4"
             raise DhelixError(
                 f"--mesh {text} is not valid; give sizes of the axes {', '.join(names[:-1])} and {names[-1]}, for "

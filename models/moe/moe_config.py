@@ -48,7 +48,7 @@ class MoeConfig(LlamaConfig):
         if rows < 1.0:
             raise ValueError(
                 f"an expert has room for {rows:.2f} of {tokens} tokens; use more tokens for each device, or a larger "
-                "capacity_factor"
+                "capacity factor"
             )
         return min(math.ceil(rows / 8) * 8 if rows >= 8 else math.ceil(rows), tokens)
 

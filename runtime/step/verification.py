@@ -174,7 +174,8 @@ def _why_microbatches_differ(
         return start + "weights= must return the number by which the loss of a micro-batch is divided"
     return start + (
         'if micro-batches have different weights (padding masks), use reduce="weighted"; a loss over the whole batch '
-        "at once (batch norm, contrastive losses, balance of experts) changes with micro-batches"
+        "at once (batch norm, contrastive losses, balance of experts) changes with micro-batches; if the loss captures "
+        "its batch, or another argument than the batch was split, pass the batch and name it (batch_argnums=)"
     )
 
 

@@ -41,7 +41,7 @@ def train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2)])
 def test_any_mesh_trains_as_one_device(mesh: tuple[int, int, int]) -> None:
     (params, metrics), (expected, wanted) = train(ROOMY, *mesh), train(ROOMY, 1, 1, 1)
     alike = ("loss", "grad_norm", "z", "dropped")  # the balance is a mean over groups of tokens
@@ -52,7 +52,7 @@ def test_any_mesh_trains_as_one_device(mesh: tuple[int, int, int]) -> None:
     assert wanted[-1]["loss"] < wanted[0]["loss"]
 
 
-@pytest.mark.parametrize("mesh", slow_but([(1, 2, 1)], [(1, 2, 1), (1, 8, 1), (2, 2, 2)]))
+@pytest.mark.parametrize("mesh", slow_but([(1, 2, 1)], [(1, 2, 1), (2, 2, 2)]))
 def test_strands_train_as_the_plain_step_and_drop_the_same_tokens(mesh: tuple[int, int, int]) -> None:
     (params, metrics), (expected, wanted) = train(CONFIG, *mesh, strands=True), train(CONFIG, *mesh)
     assert [m["dropped"] for m in metrics] == [m["dropped"] for m in wanted] and wanted[0]["dropped"] > 0.0
@@ -63,7 +63,7 @@ def test_strands_train_as_the_plain_step_and_drop_the_same_tokens(mesh: tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scanned", "strands"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("scanned", "strands"), [(True, True), (False, False)])
 def test_fsdp_trains_as_replicas_do(scanned: bool, strands: bool) -> None:
     mesh = 2, 2, 1
     config = dataclasses.replace(CONFIG, scan_layers=scanned)
