@@ -76,7 +76,7 @@ def test_schedules_without_a_program_need_one_that_knows_their_parts(monkeypatch
 def test_programs_on_paper_are_predicted(tmp_path: Path) -> None:
     from dhelix.benchmarks.pipeline.worker import PipelineWorker
 
-    sizes = "--preset llama-demo --layers 4 --seq 128 --vocab 64 --microbatches 4 --on_paper --threads 1".split()
+    sizes = "--preset llama-demo --layers 8 --seq 128 --vocab 64 --microbatches 4 --on_paper --threads 1".split()
     options = pipeline.parser().parse_args([*sizes, "--variants", "W, xla; 1F1B; no pipeline"])
     pipeline.complete(options)
     options.setting, options.seconds, options.out, options.file = "default", 1e6, tmp_path, tmp_path / "r.json"
