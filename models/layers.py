@@ -157,9 +157,9 @@ def through_layers(
       The last layer's `x`, and the reports of all layers, stacked.
     """
     if config.remat != "none" or gathers:
-        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat, None)
-        if config.remat == "none":
-            policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        policies = jax.checkpoint_policies
+        own = {"full": None, "none": policies.save_anything_except_these_names(GATHERED)}
+        policy = own[config.remat] if config.remat in own else getattr(policies, config.remat)
         # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
     if config.scan_layers:

@@ -35,8 +35,9 @@ Metrics = dict[str, jax.Array]
 Sharding = Literal["shard_map", "auto", "fsdp"]
 """What inserts the collectives.
 
-`shard_map`: the code of the model. `auto`: XLA's partitioner. `fsdp`: XLA's partitioner; matrices, their gradients and
-their optimizer state are also split over `dp` (FSDP, ZeRO-3), and layers gather weights when they need them.
+`shard_map`: the code of the model. `auto`: XLA's partitioner. `fsdp`: XLA's partitioner; with experts, the code of the
+model. Matrices, their gradients and their optimizer state are also split over `dp` (FSDP, ZeRO-3), and layers gather
+weights when they need them.
 """
 Gradients = Callable[[llama.Params, jax.Array], tuple[Any, ...]]
 """A function that maps (parameters, tokens) to (mean loss, mean gradients in float32).

@@ -68,7 +68,7 @@ def main() -> None:
 
     add("batched", "capacity factor 1.25", batched, full, weights)
     for load, sizes in LOADS.items():
-        forward = functools.partial(tokamax.ragged_dot, implementation="mosaic")  # for Hopper; others are not offered
+        forward = functools.partial(tokamax.ragged_dot, implementation="mosaic")
         add("tokamax", load, forward, tokens, weights, jnp.asarray(sizes, jnp.int32))
     on = provenance()
     report = {

@@ -10,7 +10,6 @@ communication were hidden, and if every other kernel also ran at its bound.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import jax
 
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands import worker
+from dhelix.models.train_step import Training
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.analysis.execution import executions as runs_of
 from dhelix.passes.analysis.execution import sequence_of
@@ -78,12 +78,11 @@ def bounds(module: HloModule, gpu: str) -> dict[str, float]:
     return found
 
 
-def measured(compiled: jax.stages.Compiled, module: HloModule, options: argparse.Namespace) -> dict[str, float]:
+def measured(compiled: jax.stages.Compiled, module: HloModule, training: Training, rows: int) -> dict[str, float]:
     """Milliseconds of each class on the first GPU, from a trace. Kernels that overlap count in full."""
-    training = worker.make_training(options)
     state = training.init(jax.random.key(0))
-    batch = {"tokens": jax.device_put(jax.numpy.ones((worker.rows(options), options.seq + 1), "int32"))}
-    batch = jax.device_put(batch, training.batch_sharding)
+    tokens = jax.numpy.ones((rows, training.config.seq + 1), "int32")
+    batch = {"tokens": jax.device_put(tokens, training.batch_sharding)}
     state, _ = jax.block_until_ready(compiled(state, batch))
 
     def steps() -> None:
@@ -107,12 +106,13 @@ def main() -> None:
         deviceless.prepare_environment()
     options.setting = options.settings
     training = worker.make_training(options)
-    example = training.abstract_state(), training.abstract_batch(worker.rows(options))
+    rows = worker.rows(options)
+    example = training.abstract_state(), training.abstract_batch(rows)
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(*example)
     compiled = deviceless.compile(lowered) if options.on_paper else lowered.compile(dict(NO_GRAPHS))
     module, gpu = compiled_module(compiled), worker.gpu_of(options)
-    took = {} if options.on_paper else measured(compiled, module, options)
-    flops = worker.rows(options) * options.seq * training.config.flops_per_token(options.seq)
+    took = {} if options.on_paper else measured(compiled, module, training, rows)
+    flops = rows * options.seq * training.config.flops_per_token(options.seq)
     ideal = 1e3 * flops / worker.gpus(options) / hardware.ALL[gpu].peak_flops
     report = {"on": worker.describe(options, training).on, **tables(bounds(module, gpu), took, ideal)}
     print(json.dumps(report, indent=1))

@@ -7,8 +7,8 @@ A gradient has the type of its argument, so a bfloat16 weight cannot have a floa
 the weight with a float32 placeholder of the same shape. The product ignores the placeholder's value, and its derivative
 with respect to the placeholder is the weight's gradient. The placeholder takes no memory, because nothing reads it.
 
-Cost: a float32 gradient has twice the size. In a loop over stacked layers, XLA does not add it up in place, so the
-train step uses `Wide` for unrolled layers only.
+Cost: a float32 gradient has twice the size. In a loop over stacked layers, the step is predicted to be slower with it
+(docs/research_log.md), so the train step uses `Wide` for unrolled layers only.
 """
 
 import dataclasses
