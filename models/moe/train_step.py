@@ -122,7 +122,7 @@ def make_train_step(
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
     specs = model.param_specs(config)
     initial = functools.partial(model.init_params, config)
-    if sharding == "fsdp":
+    if sharding == "fsdp" and mesh.shape["dp"] > 1:
         specs = over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
     parallel = ManualParallel(experts="ep", split_over_dp=split_over_dp(config, specs))
 
