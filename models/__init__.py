@@ -7,12 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dhelix.models.llama import Llama
-    from dhelix.models.llama_config import LlamaConfig
+    from dhelix.models.common.parallel import make_mesh
+    from dhelix.models.common.train_step import Training, TrainState, make_train_step
+    from dhelix.models.llama.llama_config import LlamaConfig
+    from dhelix.models.llama.model import Llama
     from dhelix.models.moe.moe_config import MoeConfig
-    from dhelix.models.parallel import make_mesh
     from dhelix.models.presets import PRESETS, preset
-    from dhelix.models.train_step import Training, TrainState, make_train_step
 
 __all__ = [
     "PRESETS",
@@ -29,13 +29,13 @@ __all__ = [
 _HOMES = {
     "PRESETS": "presets",
     "preset": "presets",
-    "LlamaConfig": "llama_config",
+    "LlamaConfig": "llama.llama_config",
     "MoeConfig": "moe.moe_config",
-    "Llama": "llama",
-    "make_mesh": "parallel",
-    "TrainState": "train_step",
-    "Training": "train_step",
-    "make_train_step": "train_step",
+    "Llama": "llama.model",
+    "make_mesh": "common.parallel",
+    "TrainState": "common.train_step",
+    "Training": "common.train_step",
+    "make_train_step": "common.train_step",
 }
 
 

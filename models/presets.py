@@ -4,7 +4,7 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
-from dhelix.models.llama_config import LLAMA_PRESETS, LlamaConfig
+from dhelix.models.llama.llama_config import LLAMA_PRESETS, LlamaConfig
 from dhelix.models.moe.moe_config import MOE_PRESETS
 
 PRESETS: MappingProxyType[str, LlamaConfig] = MappingProxyType({**LLAMA_PRESETS, **MOE_PRESETS})

@@ -35,10 +35,11 @@ from jax.sharding import PartitionSpec as P
 from dhelix.benchmarks.inference.results import BOUND, TILE_WISE, XLA
 from dhelix.benchmarks.inference.tile_all_reduce import tile_all_reduce
 from dhelix.errors import DhelixError
-from dhelix.models import LlamaConfig, llama
-from dhelix.models.inference import Cache, cache_shapes, cache_specs, decode_layers, prefill_layers
-from dhelix.models.layers import resolve_attention
-from dhelix.models.parallel import TensorParallel
+from dhelix.models import LlamaConfig
+from dhelix.models.common.layers import resolve_attention
+from dhelix.models.common.parallel import TensorParallel
+from dhelix.models.llama import model as llama
+from dhelix.models.llama.inference import Cache, cache_shapes, cache_specs, decode_layers, prefill_layers
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.runtime.collective_matmul.products import matmul
 from dhelix.runtime.processes.launch_settings import link_of

@@ -58,9 +58,9 @@ def make_step(config: Any, mesh: Any, microbatches: int, with_reference: bool) -
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from dhelix.models import llama
-    from dhelix.models.cross_entropy import cross_entropy
-    from dhelix.models.parallel import ManualParallel
+    from dhelix.models.common.cross_entropy import cross_entropy
+    from dhelix.models.common.parallel import ManualParallel
+    from dhelix.models.llama import model as llama
 
     parallel, specs = ManualParallel(), llama.param_specs(config)
 

@@ -29,7 +29,7 @@ from dhelix.benchmarks.strands.results import Run
 from dhelix.benchmarks.strands.tables import tables
 from dhelix.benchmarks.strands.variants import ESSENTIAL, GPU, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
-from dhelix.models.train_step import Sharding
+from dhelix.models.common.train_step import Sharding
 from dhelix.runtime.compiler import deviceless
 
 _WORKER = Path(__file__).parent / "worker.py"

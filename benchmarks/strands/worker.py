@@ -35,10 +35,10 @@ from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
 from dhelix.models import MoeConfig, preset
-from dhelix.models.llama_config import LlamaConfig
+from dhelix.models.common.parallel import make_mesh
+from dhelix.models.common.train_step import Training, make_train_step
+from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.models.moe import train_step as moe_step
-from dhelix.models.parallel import make_mesh
-from dhelix.models.train_step import Training, make_train_step
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.hlo.graph import CONTROL_FLOW

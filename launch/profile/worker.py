@@ -160,15 +160,18 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     session = Session(profile, setting.name, measurer, hardware, per_node, request.pairs, request.again, count)
 
     def trace(step: Step) -> Step:
-        assert lowered is not None and make_arguments is not None
-        try:
-            arguments = agreement.together(
-                "make the arguments of the step", make_arguments, (jax.errors.JaxRuntimeError,)
-            )
-        except (DhelixError, jax.errors.JaxRuntimeError) as error:
-            progress(0, 0, f"runs all operators alone, because the step itself does not run ({reason(error)})")
-            return step
-        return observe(step, lowered, arguments, per_node, setting.implementation)
+        assert lowered is not None
+
+        def make() -> tuple[Any, ...]:
+            assert make_arguments is not None
+            try:
+                return make_arguments()
+            except jax.errors.JaxRuntimeError as error:
+                why = reason(error)
+                progress(0, 0, f"runs all operators alone, because the step itself does not run ({why})")
+                raise
+
+        return observe(step, lowered, make, per_node, setting.implementation)
 
     def progress(done: int, total: int, what: str) -> None:
         _tell(done=done, total=total, what=what)

@@ -1,4 +1,4 @@
-"""A train step of Llama whose layers form a pipeline: `models.train_step` with gradients from the pipeline.
+"""A train step of Llama whose layers form a pipeline: `models.common.train_step` with gradients from the pipeline.
 
     training = make_pipelined_step(preset("llama-8b"), make_mesh(dp, tp, pp=4), optimizer, microbatches=16)
     step = strand_interleave(training.train_step, microbatches=16, pipeline=training.fold, donate_argnums=0)
@@ -41,10 +41,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.models import LlamaConfig, Training, llama
-from dhelix.models.layers import resolve_attention
-from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
-from dhelix.models.train_step import Gradients, Sharding, assemble, check_mesh, over_mesh, reduce_gradients
+from dhelix.models import LlamaConfig, Training
+from dhelix.models.common.layers import resolve_attention
+from dhelix.models.common.parallel import AutoParallel, ManualParallel, Parallel
+from dhelix.models.common.train_step import Gradients, Sharding, assemble, check_mesh, over_mesh, reduce_gradients
+from dhelix.models.llama import model as llama
 from dhelix.passes.pipeline_fold import LOCKSTEP, Layout
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.folded_state import Move
@@ -138,7 +139,7 @@ def _loss(config: LlamaConfig, parallel: Parallel) -> Callable[[llama.Params, ja
 def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shared_ends: bool) -> Gradients:
     """A function that computes loss and gradients under `shard_map`.
 
-    `models.train_step` explains why `check_vma` is False.
+    `models.common.train_step` explains why `check_vma` is False.
     """
     loss_of = _loss(config, ManualParallel(pipeline=AXIS if shared_ends else None))
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.layers import recomputed, rms_norm
+from dhelix.models.common.layers import recomputed, rms_norm
+from dhelix.models.common.parallel import Parallel
 from dhelix.models.moe.dispatch import combine, dispatch
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.routing import route
 from dhelix.models.moe.wide_gradients import Wide, product
-from dhelix.models.parallel import Parallel
 
 AUXILIARY = ("balance", "z", "dropped")
 """What a layer reports about its routing (`Routing`)."""

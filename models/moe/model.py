@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dhelix.models import llama
-from dhelix.models.cross_entropy import cross_entropy
-from dhelix.models.layers import attention_block, embed, rotation, through_layers
-from dhelix.models.llama import Params
+from dhelix.models.common.cross_entropy import cross_entropy
+from dhelix.models.common.layers import attention_block, embed, rotation, through_layers
+from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.llama import model as llama
+from dhelix.models.llama.model import Params
 from dhelix.models.moe.experts import AUXILIARY, experts_block
 from dhelix.models.moe.moe_config import MoeConfig
-from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
 EXPERTS = ("w_gate", "w_up", "w_down")
 """The weights of routed experts, in place of those of the feed-forward network."""

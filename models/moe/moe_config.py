@@ -4,7 +4,7 @@ import dataclasses
 import math
 from types import MappingProxyType
 
-from dhelix.models.llama_config import LlamaConfig
+from dhelix.models.llama.llama_config import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +54,10 @@ class MoeConfig(LlamaConfig):
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model, with all experts. A tied embedding counts once."""
         return self._parameters(self.experts)
 
     @property
     def active_parameter_count(self) -> int:
-        """Parameters that compute one token: those of its chosen and shared experts, and all others."""
         return self._parameters(self.chosen)
 
     def _parameters(self, experts: int) -> int:
@@ -68,12 +66,6 @@ class MoeConfig(LlamaConfig):
         layer = attention + self.hidden * self.experts + (experts + self.shared) * expert + 2 * self.hidden
         tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden
         return tables + self.layers * layer + self.hidden
-
-    def flops_per_token(self, seq: int | None = None) -> int:
-        """As `LlamaConfig.flops_per_token`, for chosen and shared experts only. Dropped tokens count as computed."""
-        lookup = 0 if self.tie_embeddings else self.vocab * self.hidden
-        scores = 12 * self.layers * self.heads * self.head_dim * (seq or self.seq)
-        return 6 * (self.active_parameter_count - lookup) + scores
 
 
 _PHI = MoeConfig(

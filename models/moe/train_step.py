@@ -4,8 +4,8 @@
     training = make_train_step(preset("phi-moe-demo"), mesh, optax.adamw(1e-3), microbatches=4)
 
 Rows of the batch are split over `dp` and `ep`. Experts are split over `ep`. All other parameters are replicated over
-both, and split over `tp` as in `models.train_step`. With FSDP, matrices, their gradients and their optimizer state are
-also split over `dp`, and layers gather weights when they need them.
+both, and split over `tp` as in `models.common.train_step`. With FSDP, matrices, their gradients and their optimizer
+state are also split over `dp`, and layers gather weights when they need them.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from dhelix.models import llama
-from dhelix.models.layers import resolve_attention
+from dhelix.models.common.layers import resolve_attention
+from dhelix.models.common.parallel import ManualParallel
+from dhelix.models.common.train_step import Metrics, Sharding, Training, assemble, axes_of, check_mesh, over_dp
+from dhelix.models.llama import model as llama
 from dhelix.models.moe import model
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.wide_gradients import Wide, widen
-from dhelix.models.parallel import ManualParallel
-from dhelix.models.train_step import Metrics, Sharding, Training, assemble, axes_of, check_mesh, over_dp
 
 DATA = ("dp", "ep")
 """The mesh axes that split the batch."""

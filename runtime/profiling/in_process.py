@@ -11,6 +11,7 @@ process writes the same file, so every host has the file even if the hosts share
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def profile(
     session = Session(known, setting.name, measurer, describe(gpu, link), gpus, pairs, again)
 
     def trace(step: Step) -> Step:
-        return observe(step, _without_marker(lowered), arguments[0], gpus, setting.implementation)
+        copies = functools.partial(jax.tree.map, _copy, arguments[0])
+        return observe(step, _without_marker(lowered), copies, gpus, setting.implementation)
 
     def save(grown: Profile) -> None:
         agreement.together("write the profile", lambda: storage.save(grown, path), (DhelixError,))
@@ -127,6 +129,10 @@ def profile(
         progress if callable(progress) else _log if progress and speaks else _silent,
         save,
     )
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
 def gpu_measurer(

@@ -1,16 +1,16 @@
 """Runs a train step under the profiler, to measure how long its operators take within the step.
 
     step = compiled_step(lowered)                                      # a session.Step: the operators to measure
-    step = observe(step, lowered, (state, batch), gpus_per_node=4)     # adds times from a trace
+    step = observe(step, lowered, make_arguments, gpus_per_node=4)     # adds times from a trace
 
 The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler. The profiler traces runs of the
-second program. Each run gets copies of the arguments, so the caller's arguments stay valid. All processes of a job call
-`observe` together.
+second program. Each run gets arguments of its own, because a step may donate them. So the memory holds one state at a
+time. All processes of a job call `observe` together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ def compiled_step(lowered: jax.stages.Lowered) -> Step:
 def observe(
     step: Step,
     lowered: jax.stages.Lowered,
-    arguments: tuple[Any, ...],
+    make_arguments: Callable[[], tuple[Any, ...]],
     gpus_per_node: int = 8,
     implementation: str = "nccl",
     options: Mapping[str, Any] | None = None,
@@ -50,7 +50,7 @@ def observe(
     Args:
       step: the step as compiled.
       lowered: the lowered step that `step` was compiled from.
-      arguments: arguments to run the step with.
+      make_arguments: makes the arguments of one run.
       gpus_per_node, implementation: see `operator_keys.key_of`.
       options: XLA options of the step itself.
     """
@@ -61,9 +61,9 @@ def observe(
             "compile the step to trace", lambda: lowered.compile(changed), measure.COMPILER_ERRORS
         )
         module = compiled_module(serial)
-        _run(serial, arguments)
+        _run(serial, make_arguments)
         found = executions.record_everywhere(
-            lambda: [_run(serial, arguments) for _ in range(_TRACED_STEPS)], module.name
+            lambda: [_run(serial, make_arguments) for _ in range(_TRACED_STEPS)], module.name
         )
     except (DhelixError, *measure.COMPILER_ERRORS) as error:
         why = measure.reason(error)
@@ -74,10 +74,6 @@ def observe(
     return replace(step, traced=traced, gap_seconds=gap)
 
 
-def _run(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> None:
-    """Runs the step once, on copies of the arguments, because the step may donate them."""
-    jax.block_until_ready(compiled(*jax.tree.map(_copy, arguments)))
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+def _run(compiled: jax.stages.Compiled, make_arguments: Callable[[], tuple[Any, ...]]) -> None:
+    arguments = agreement.together("make the arguments of the step", make_arguments, measure.COMPILER_ERRORS)
+    jax.block_until_ready(compiled(*arguments))

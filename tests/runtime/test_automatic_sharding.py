@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dhelix.models import llama, preset
-from dhelix.models.llama_config import LlamaConfig
-from dhelix.models.parallel import AutoParallel
+from dhelix.models import preset
+from dhelix.models.common.parallel import AutoParallel
+from dhelix.models.llama import model as llama
+from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import deviceless

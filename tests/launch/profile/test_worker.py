@@ -195,8 +195,10 @@ def test_a_step_is_traced_only_if_something_is_missing(
 ) -> None:
     traced: list[tuple[Any, ...]] = []
 
-    def observe(step: Step, lowered: object, arguments: tuple[Any, ...], gpus: int, implementation: str) -> Step:
-        traced.append(arguments)
+    def observe(
+        step: Step, lowered: object, make: Callable[[], tuple[Any, ...]], gpus: int, implementation: str
+    ) -> Step:
+        traced.append(make())
         return step
 
     monkeypatch.setattr(profile_worker, "build", lambda preset, costs: (preset["lowered"], lambda: ("state", "batch")))
@@ -229,7 +231,7 @@ def test_a_step_that_does_not_fit_is_measured_operator_by_operator(
     def arguments() -> tuple[Any, ...]:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: the state is too large")
 
-    monkeypatch.setattr(profile_worker, "build", lambda preset, costs: ("a step", arguments))
+    monkeypatch.setattr(profile_worker, "build", lambda preset, costs: (jax.jit(abs).lower(1.0), arguments))
     monkeypatch.setattr(profile_worker, "compiled_step", lambda lowered: Step(small_step.module()))
     told = work(Request("default", str(tmp_path / "out.json"), preset={"preset": "llama-66b"}, pairs=False))
     assert any("the step itself does not run (out of memory)" in m.get("what", "") for m in told)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dhelix.models.common.parallel import SINGLE_DEVICE
 from dhelix.models.moe import experts, model
 from dhelix.models.moe.moe_config import MOE_PRESETS
-from dhelix.models.parallel import SINGLE_DEVICE
 
 STORED = Path(__file__).parents[2] / "testdata" / "moe" / "references.npz"
 # No expert overflows: the references have no capacity.

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
+from dhelix.models.common.parallel import make_mesh
+from dhelix.models.common.train_step import Sharding
 from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
 from dhelix.models.moe.train_step import make_train_step
-from dhelix.models.parallel import make_mesh
-from dhelix.models.train_step import Sharding
 from dhelix.tests.quick import slow_but
 
 CONFIG = dataclasses.replace(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dhelix.models import LlamaConfig, make_mesh
-from dhelix.models.llama import init_params, param_specs
-from dhelix.models.parallel import ManualParallel
-from dhelix.models.train_step import accumulate_gradients, over_mesh, reduce_gradients
+from dhelix.models.common.parallel import ManualParallel
+from dhelix.models.common.train_step import accumulate_gradients, over_mesh, reduce_gradients
+from dhelix.models.llama.model import init_params, param_specs
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.tests.runtime.collective_matmul.programs import assert_close, fast_jit
 

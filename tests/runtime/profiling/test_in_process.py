@@ -6,7 +6,7 @@ The step is compiled for GPUs that need not exist, or runs on CPU. A fake measur
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,10 +222,10 @@ def test_the_step_is_traced_without_passes_of_the_compiler_and_keeps_its_argumen
 ) -> None:
     ran: list[jax.stages.Lowered] = []
 
-    def observe(step: Step, lowered: jax.stages.Lowered, arguments: tuple[Any, ...], *_: Any) -> Step:
+    def observe(step: Step, lowered: jax.stages.Lowered, make: Callable[[], tuple[Any, ...]], *_: Any) -> Step:
         ran.append(lowered)
-        assert [leaf.shape for leaf in arguments] == [(64, 64)] * 2
-        return observed(step, lowered, arguments)
+        assert [leaf.shape for leaf in make()] == [(64, 64)] * 2
+        return observed(step, lowered, make)
 
     observed = in_process.observe
     monkeypatch.setattr(in_process, "observe", observe)

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dhelix.models import LlamaConfig, make_mesh
-from dhelix.models.inference import Cache, cache_shapes, cache_specs, decode, prefill
-from dhelix.models.llama import init_params, logits, param_specs
-from dhelix.models.parallel import SINGLE_DEVICE, TensorParallel
+from dhelix.models.common.parallel import SINGLE_DEVICE, TensorParallel
+from dhelix.models.llama.inference import Cache, cache_shapes, cache_specs, decode, prefill
+from dhelix.models.llama.model import init_params, logits, param_specs
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
 
 CONFIG = LlamaConfig(

@@ -24,11 +24,11 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dhelix.models import llama
-from dhelix.models.layers import resolve_attention
-from dhelix.models.llama_config import LlamaConfig
+from dhelix.models.common.layers import resolve_attention
+from dhelix.models.common.parallel import AutoParallel, ManualParallel, Parallel
+from dhelix.models.llama import model as llama
+from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.models.moe.moe_config import MoeConfig
-from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -139,7 +139,7 @@ def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gra
     `check_vma` is False, because JAX's tracking of replication would cost time. With tracking, JAX sums the gradient of
     a replicated parameter over the mesh at once: an all-reduce over dp and tp in each layer of each micro-batch. To
     avoid this, every parameter would have to be cast to varying first. Without tracking, collectives transpose as
-    `models.parallel` says, and JAX adds no sums. The gradients of a device then cover its own tokens, and
+    `models.common.parallel` says, and JAX adds no sums. The gradients of a device then cover its own tokens, and
     `reduce_gradients` sums them once per step.
     """
     specs = llama.param_specs(config)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.llama_config import LlamaConfig
-from dhelix.models.parallel import GATHERED, Parallel, vocab_position
+from dhelix.models.common.parallel import GATHERED, Parallel, vocab_position
+from dhelix.models.llama.llama_config import LlamaConfig
 
 Rotation = tuple[jax.Array, jax.Array]
 Layer = Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, Any]]

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dhelix.models import LlamaConfig, make_mesh
-from dhelix.models.cross_entropy import cross_entropy
-from dhelix.models.layers import attention_block, resolve_attention, rms_norm, rotate, rotation
-from dhelix.models.parallel import SINGLE_DEVICE, ManualParallel
+from dhelix.models.common.cross_entropy import cross_entropy
+from dhelix.models.common.layers import attention_block, resolve_attention, rms_norm, rotate, rotation
+from dhelix.models.common.parallel import SINGLE_DEVICE, ManualParallel
 
 CONFIG = LlamaConfig(
     vocab=64,

@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dhelix.models import LlamaConfig, make_mesh
-from dhelix.models.cross_entropy import cross_entropy
-from dhelix.models.layers import embed
-from dhelix.models.llama import init_params, param_specs, project
-from dhelix.models.parallel import SINGLE_DEVICE, ManualParallel
+from dhelix.models.common.cross_entropy import cross_entropy
+from dhelix.models.common.layers import embed
+from dhelix.models.common.parallel import SINGLE_DEVICE, ManualParallel
+from dhelix.models.llama.model import init_params, param_specs, project
 
 CONFIG = LlamaConfig(
     vocab=64, hidden=32, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=48, seq=16, dtype="float32"

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from dhelix.models import LlamaConfig, preset
-from dhelix.models.llama import init_params
-from dhelix.models.llama_config import LLAMA_PRESETS
+from dhelix.models.llama.llama_config import LLAMA_PRESETS
+from dhelix.models.llama.model import init_params
 
 
 @pytest.mark.parametrize("name", LLAMA_PRESETS)

@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.parallel import Parallel, vocab_position
+from dhelix.models.common.parallel import Parallel, vocab_position
 
 
 def _is_target(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:

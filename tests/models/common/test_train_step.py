@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from dhelix.models import Llama, LlamaConfig, Training, TrainState, make_mesh, make_train_step
-from dhelix.models.llama import init_params, param_specs
-from dhelix.models.parallel import AutoParallel
+from dhelix.models.common.parallel import AutoParallel
+from dhelix.models.llama.model import init_params, param_specs
 
 CONFIG = LlamaConfig(
     vocab=64,

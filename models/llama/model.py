@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from dhelix.models.cross_entropy import cross_entropy
-from dhelix.models.layers import decoder_layer, embed, rms_norm, rotation, through_layers
-from dhelix.models.llama_config import LlamaConfig
-from dhelix.models.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.common.cross_entropy import cross_entropy
+from dhelix.models.common.layers import decoder_layer, embed, rms_norm, rotation, through_layers
+from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.llama.llama_config import LlamaConfig
 
 Params = dict[str, Any]
 

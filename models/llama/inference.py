@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dhelix.models.layers import (
+from dhelix.models.common.layers import (
     attention_output,
     causal_attention,
     embed,
@@ -32,9 +32,9 @@ from dhelix.models.layers import (
     query_key_value,
     rotation,
 )
-from dhelix.models.llama import Params, project
-from dhelix.models.llama_config import LlamaConfig
-from dhelix.models.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.llama.llama_config import LlamaConfig
+from dhelix.models.llama.model import Params, project
 
 KeysValues = tuple[jax.Array, jax.Array]
 Layer = Callable[[dict[str, jax.Array], jax.Array, Any], tuple[jax.Array, KeysValues]]

@@ -1,0 +1,1 @@
+"""What all models share: layers, exchanges between devices, and the train step."""

@@ -1,0 +1,1 @@
+"""Llama: sizes and presets, the model, and inference."""

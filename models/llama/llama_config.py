@@ -1,0 +1,51 @@
+"""Sizes of the Llama family: the configuration, its presets, and counts of parameters and FLOPs."""
+
+import dataclasses
+from types import MappingProxyType
+
+from dhelix.models.common.decoder_config import DecoderConfig
+
+LLAMA3_VOCABULARY = 128_256
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """The configuration of a Llama 3 model. The defaults are the sizes of Llama 3 8B."""
+
+    vocab: int = LLAMA3_VOCABULARY
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    ffn: int = 14336
+    seq: int = 8192
+    rope_theta: float = 500_000.0
+    rope_factor: float = 1.0
+    """Factor on the longest wavelengths of the rotary embedding: 8 for Llama 3.1, 1 for Llama 3."""
+
+    @property
+    def parameter_count(self) -> int:
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden
+        return tables + self.layers * layer + self.hidden
+
+
+_LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, ffn=28672)
+_LLAMA_405B = LlamaConfig(hidden=16384, layers=126, heads=128, ffn=53248)
+
+# The presets from 8B to 66B are from Table 3 of the DHelix paper. 25B and 66B are Llama-3.1-70B with other numbers of
+# layers. 39B is Llama-3.1-405B with fewer layers.
+LLAMA_PRESETS = MappingProxyType({
+    "llama-demo": LlamaConfig(
+        vocab=256, hidden=128, layers=4, heads=8, kv_heads=4, head_dim=16, ffn=384, seq=128,
+        rope_theta=10_000.0, dtype="float32", param_dtype="float32",
+    ),
+    "llama-8b": LlamaConfig(),
+    "llama-25b": dataclasses.replace(_LLAMA_70B, layers=28),
+    "llama-39b": dataclasses.replace(_LLAMA_405B, layers=12),
+    "llama-66b": dataclasses.replace(_LLAMA_70B, layers=76, seq=16384),
+    "llama-3.1-70b": dataclasses.replace(_LLAMA_70B, rope_factor=8.0),
+    "llama-3.1-405b": dataclasses.replace(_LLAMA_405B, rope_factor=8.0),
+})  # fmt: skip
