@@ -7,12 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dhelix.models.common.parallel import make_mesh
-    from dhelix.models.common.train_step import Training, TrainState, make_train_step
+    from dhelix.models.common.mesh import make_mesh
+    from dhelix.models.common.training import Training, TrainState
     from dhelix.models.llama.llama_config import LlamaConfig
     from dhelix.models.llama.model import Llama
     from dhelix.models.moe.moe_config import MoeConfig
     from dhelix.models.presets import PRESETS, preset
+    from dhelix.models.train_step import make_train_step
 
 __all__ = [
     "PRESETS",
@@ -32,10 +33,10 @@ _HOMES = {
     "LlamaConfig": "llama.llama_config",
     "MoeConfig": "moe.moe_config",
     "Llama": "llama.model",
-    "make_mesh": "common.parallel",
-    "TrainState": "common.train_step",
-    "Training": "common.train_step",
-    "make_train_step": "common.train_step",
+    "make_mesh": "common.mesh",
+    "TrainState": "common.training",
+    "Training": "common.training",
+    "make_train_step": "train_step",
 }
 
 

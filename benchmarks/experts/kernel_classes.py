@@ -19,7 +19,7 @@ import jax
 
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands import worker
-from dhelix.models.common.train_step import Training
+from dhelix.models import Training
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.analysis.execution import executions as runs_of
 from dhelix.passes.analysis.execution import sequence_of

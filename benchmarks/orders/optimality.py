@@ -98,8 +98,8 @@ def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
 
     from dhelix import strand_interleave
     from dhelix.models import preset
-    from dhelix.models.common.parallel import make_mesh
-    from dhelix.models.common.train_step import make_train_step
+    from dhelix.models.common.mesh import make_mesh
+    from dhelix.models.train_step import make_train_step
     from dhelix.runtime.step.pass_lists import strand_passes
 
     mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)

@@ -31,8 +31,8 @@ def main() -> None:
     import optax
 
     from dhelix.models import preset
-    from dhelix.models.common.parallel import make_mesh
-    from dhelix.models.common.train_step import make_train_step
+    from dhelix.models.common.mesh import make_mesh
+    from dhelix.models.train_step import make_train_step
     from dhelix.passes.evaluation import step_time
     from dhelix.passes.evaluation.costs import Costs
     from dhelix.profiles import hardware

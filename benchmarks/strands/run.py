@@ -29,7 +29,7 @@ from dhelix.benchmarks.strands.results import Run
 from dhelix.benchmarks.strands.tables import tables
 from dhelix.benchmarks.strands.variants import ESSENTIAL, GPU, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
-from dhelix.models.common.train_step import Sharding
+from dhelix.models.train_step import Sharding
 from dhelix.runtime.compiler import deviceless
 
 _WORKER = Path(__file__).parent / "worker.py"
@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--unrolled", action="store_true", help="layers one after the other, not scanned")
     made.add_argument("--tp", type=int, default=4)
     made.add_argument("--dp", type=int, default=1, help="data parallelism; --microbatches are of each of its groups")
+    made.add_argument("--cp", type=int, default=1, help="context parallelism")
+    made.add_argument("--context", default="ring", choices=["ring", "all-gather"], help="how keys and values travel")
     made.add_argument("--ep", type=int, default=0, help="expert parallelism, for a preset with experts")
     made.add_argument("--capacity", type=float, default=0.0, help="capacity factor of experts; 0: the preset's")
     made.add_argument("--sharding", default="shard_map", choices=get_args(Sharding), help="who makes collectives")
@@ -154,6 +156,7 @@ def _file_name(arguments: argparse.Namespace) -> str:
     parts = [arguments.preset, f"l{arguments.layers}", f"s{arguments.seq}", f"tp{arguments.tp}{shards}"]
     parts += [f"dp{arguments.dp}"] * (arguments.dp > 1) + [arguments.sharding] * (arguments.sharding != "shard_map")
     parts += [f"ep{arguments.ep}", f"c{arguments.capacity:g}"] if arguments.ep else []
+    parts += [f"cp{arguments.cp}", arguments.context] if arguments.cp > 1 else []
     parts += [f"m{arguments.microbatches}", f"v{arguments.vocab}", arguments.settings[0]]
     return "strands_" + "_".join(parts) + "_unrolled" * arguments.unrolled
 

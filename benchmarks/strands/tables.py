@@ -62,6 +62,7 @@ def _head(run: Run, link: str) -> str:
     shards += f", DP {w['dp']}" if w.get("dp", 1) > 1 else ""
     shards += f", sharding {w['sharding']}" if w.get("sharding") else ""
     shards += f", EP {w['ep']}, capacity factor {w['capacity']:g}" if w.get("ep") else ""
+    shards += f", CP {w['cp']} ({w['context']})" if w.get("cp") else ""
     return (
         f"**{w.get('preset')} shapes, {w.get('layers')} layers{', unrolled' * bool(w.get('unrolled'))}, "
         f"S {w.get('seq')}, M {w.get('microbatches')}, TP {w.get('tp')}{shards}, vocabulary {w.get('vocab')}; "

@@ -34,11 +34,10 @@ from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
-from dhelix.models import MoeConfig, preset
-from dhelix.models.common.parallel import make_mesh
-from dhelix.models.common.train_step import Training, make_train_step
+from dhelix.models import MoeConfig, Training, preset
+from dhelix.models.common.mesh import make_mesh
 from dhelix.models.llama.llama_config import LlamaConfig
-from dhelix.models.moe import train_step as moe_step
+from dhelix.models.train_step import make_train_step
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.hlo.graph import CONTROL_FLOW
@@ -296,16 +295,16 @@ def make_training(options: Namespace) -> Training:
     nodes = SETTINGS[options.setting].nodes
     shape = f"1x{nodes}x{gpus(options) // nodes}"
     if options.on_paper:
-        axes = {"dp": options.dp, **({"ep": options.ep} if options.ep else {}), "tp": options.tp}
+        asked = {"dp": options.dp, "ep": options.ep, "cp": options.cp if options.cp > 1 else 0, "tp": options.tp}
+        axes = {name: size for name, size in asked.items() if size}
         mesh = deviceless.mesh(axes, options.hardware.lower(), shape)
     else:
-        mesh = make_mesh(options.dp, options.tp, ep=options.ep or None)
-    make = moe_step.make_train_step if isinstance(config, MoeConfig) else make_train_step
-    return make(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding)
+        mesh = make_mesh(options.dp, options.tp, ep=options.ep or None, cp=options.cp)
+    return make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding, options.context)
 
 
 def gpus(options: Namespace) -> int:
-    return options.dp * max(options.ep, 1) * options.tp
+    return options.dp * max(options.ep, 1) * options.cp * options.tp
 
 
 def rows(options: Namespace) -> int:
@@ -333,6 +332,7 @@ def describe(options: Namespace, training: Training) -> Run:
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
     names += ("dp", "sharding") if options.dp > 1 or options.sharding != "shard_map" else ()
     names += ("ep",) if options.ep else ()
+    names += ("cp", "context") if options.cp > 1 else ()
     capacity = {"capacity": training.config.capacity_factor} if isinstance(training.config, MoeConfig) else {}
     which = f"{on.gpus} x {on.gpu}, driver {on.driver}"
     if options.on_paper:

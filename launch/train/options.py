@@ -29,6 +29,7 @@ class Options:
     capacity: float | None = None
     microbatches: int = 4
     mesh: str = ""
+    context: str | None = None
     pp: int = 1
     pipeline: str | None = None
     chunks_per_stage: int | None = None

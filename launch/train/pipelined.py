@@ -1,4 +1,4 @@
-"""A train step of Llama whose layers form a pipeline: `models.common.train_step` with gradients from the pipeline.
+"""A train step whose layers form a pipeline: `models.train_step` with gradients from the pipeline.
 
     training = make_pipelined_step(preset("llama-8b"), make_mesh(dp, tp, pp=4), optimizer, microbatches=16)
     step = strand_interleave(training.train_step, microbatches=16, pipeline=training.fold, donate_argnums=0)
@@ -41,11 +41,23 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.models import LlamaConfig, Training
+from dhelix.models import Training
+from dhelix.models.common.context_parallel import Exchange
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.layers import resolve_attention
-from dhelix.models.common.parallel import AutoParallel, ManualParallel, Parallel
-from dhelix.models.common.train_step import Gradients, Sharding, assemble, check_mesh, over_mesh, reduce_gradients
-from dhelix.models.llama import model as llama
+from dhelix.models.common.mesh import TOKENS, on_mesh, present
+from dhelix.models.common.parallel import AutoParallel, Parallel
+from dhelix.models.common.training import Batch, Gradients, Metrics, Params, assemble, check_mesh
+from dhelix.models.families import Family, family_of
+from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.models.train_step import (
+    Sharding,
+    check_sharding,
+    manual_parallel,
+    objective_of,
+    over_mesh,
+    reduce_gradients,
+)
 from dhelix.passes.pipeline_fold import LOCKSTEP, Layout
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.folded_state import Move
@@ -65,7 +77,7 @@ class PipelinedTraining(Training):
 
 
 def make_pipelined_step(
-    config: LlamaConfig,
+    config: DecoderConfig,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     microbatches: int,
@@ -74,8 +86,9 @@ def make_pipelined_step(
     sharding: Sharding = "shard_map",
     shared_ends: bool | None = None,
     sends_beside: bool = False,
+    context: Exchange = "ring",
 ) -> PipelinedTraining:
-    """A train step of `config` over `mesh`, which has the axes `pp`, `dp` and `tp`.
+    """A train step of `config` over `mesh`, which has the axes `pp`, `dp` and `tp`, and may have `ep` and `cp`.
 
     Args:
       optimizer: must keep zero padding at zero. Optimizers that work element by element or with norms do so
@@ -86,25 +99,35 @@ def make_pipelined_step(
       shared_ends: whether embedding and head are also split over `pp`. Default: yes for lockstep schedules ("w",
         "interleaved_si") with "shard_map", else no.
 
+      context: how devices of a `cp` group exchange keys and values.
+
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
-      DhelixError: there are fewer layers than chunks, the schedule is unknown, or `sharding` is neither "shard_map" nor
-        "auto". "auto" is also refused with shared ends and with cuDNN's attention.
+      DhelixError: there are fewer layers than chunks, layers with experts do not divide into chunks, the schedule is
+        unknown, or `sharding` is neither "shard_map" nor "auto". "auto" is also refused with shared ends and with
+        cuDNN's attention.
     """
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
-    check_mesh(config, mesh, microbatches, (AXIS, "dp", "tp"), ends)
+    check_mesh(config, mesh, microbatches, ends=ends)
+    check_sharding(config, mesh, sharding)
     fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh, sends_beside)
     layout = fold.layout(config.layers)
+    if isinstance(config, MoeConfig) and config.layers % (fold.places * fold.stages):
+        raise DhelixError(
+            f"{config.layers} layers with experts do not divide into {fold.places * fold.stages} chunks; use a number "
+            "of layers that does, because a layer of padding would add to the routing losses"
+        )
     config = dataclasses.replace(config, attention=_attention(config, mesh, sharding))
-    specs = llama.param_specs(config, AXIS, shared)
+    family = family_of(config)
+    specs = on_mesh(family.param_specs(config, AXIS, shared), mesh)
     if sharding == "auto":
-        gradients_of: Gradients = value_and_grad(_loss(config, AutoParallel(mesh)))
+        gradients = _gradients(family, config, AutoParallel(mesh))
     else:
-        gradients_of = _manual_gradients(config, mesh, specs, shared)
-    training = assemble(
-        config, mesh, microbatches, optimizer, gradients_of, specs, _initial(config, mesh, layout), ends
-    )
+        parallel = manual_parallel(config, mesh, specs, context, AXIS if shared else None)
+        gradients = over_mesh(_by_hand(_gradients(family, config, parallel), mesh, specs), mesh, specs)
+    initial = _initial(family, config, mesh, layout)
+    training = assemble(config, mesh, microbatches, optimizer, gradients, specs, initial, ends)
     orders = {"to_model_order": fold.unfold, "from_model_order": fold.fold}
     return PipelinedTraining(**{**vars(training), **orders}, fold=fold)
 
@@ -119,7 +142,7 @@ def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
     return schedule in LOCKSTEP and sharding == "shard_map" if asked is None else asked
 
 
-def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:
+def _attention(config: DecoderConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:
     """The implementation of attention. With `sharding="auto"`, it is XLA's.
 
     JAX cannot partition cuDNN's attention (`custom_partitioning`) if one mesh axis is manual and other axes are not.
@@ -129,34 +152,38 @@ def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla",
     return "xla" if sharding == "auto" else resolve_attention(config, mesh.devices.flat[0].platform)
 
 
-def _loss(config: LlamaConfig, parallel: Parallel) -> Callable[[llama.Params, jax.Array], jax.Array]:
-    def loss_of(params: llama.Params, rows: jax.Array) -> jax.Array:
-        return llama.loss(config, llama.cast_params(config, params), rows[:, :-1], rows[:, 1:], parallel)
+def _gradients(family: Family, config: DecoderConfig, parallel: Parallel) -> Gradients:
+    """A function that computes loss, gradients and metrics of all micro-batches in the pipeline."""
+    objective = objective_of(family, config, parallel)
 
-    return loss_of
+    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        return objective(family.trainable(config, params, parallel), batch)
 
+    def whole(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
+        (_, metrics), gradients = value_and_grad(loss_of, has_aux=True)(params, batch)
+        return metrics.pop("loss"), gradients, metrics
 
-def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shared_ends: bool) -> Gradients:
-    """A function that computes loss and gradients under `shard_map`.
-
-    `models.common.train_step` explains why `check_vma` is False.
-    """
-    loss_of = _loss(config, ManualParallel(pipeline=AXIS if shared_ends else None))
-
-    def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
-        loss, gradients = value_and_grad(loss_of)(params, rows)
-        return lax.pmean(loss, "dp"), reduce_gradients(gradients, specs, ("tp", AXIS))
-
-    return over_mesh(local, mesh, specs)
+    return whole
 
 
-def _initial(config: LlamaConfig, mesh: Mesh, layout: Layout) -> Callable[[jax.Array], llama.Params]:
+def _by_hand(gradients_of: Gradients, mesh: Mesh, specs: Params) -> Gradients:
+    """`gradients_of` for one device under `shard_map`. Sums and means over devices are added."""
+
+    def local(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
+        loss, gradients, metrics = gradients_of(params, batch)
+        loss, metrics = lax.pmean((loss, metrics), present(mesh, (*TOKENS, "tp")))
+        return loss, reduce_gradients(gradients, specs, mesh), metrics
+
+    return local
+
+
+def _initial(family: Family, config: DecoderConfig, mesh: Mesh, layout: Layout) -> Callable[[jax.Array], Params]:
     """A function that makes the initial parameters in folded form. They have the same values as without a pipeline."""
     move = Move(layout, mesh, AXIS, fold=True)
-    specs = llama.param_specs(config)["layers"]
+    specs = on_mesh(family.param_specs(config)["layers"], mesh)
 
-    def initial(key: jax.Array) -> llama.Params:
-        params = llama.init_params(config, key)
+    def initial(key: jax.Array) -> Params:
+        params = family.init_params(config, key)
         layers = {name: move.array(stack, PartitionSpec(*specs[name][1:])) for name, stack in params["layers"].items()}
         return params | {"layers": layers}
 

@@ -20,8 +20,8 @@ from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 
 _NAMES = (
-    "preset", "layers", "seq", "vocab", "dtype", "remat", "unrolled", "capacity", "microbatches", "mesh", "sharding",
-    "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
+    "preset", "layers", "seq", "vocab", "dtype", "remat", "unrolled", "capacity", "microbatches", "mesh", "context",
+    "sharding",    "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -60,11 +60,17 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     number("microbatches", default.microbatches, "number of micro-batches per step")
     text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
     choice(
+        "context",
+        None,
+        ["ring", "all-gather"],
+        "how the devices of the axis cp exchange keys and values (default: ring)",
+    )
+    choice(
         "sharding",
         default.sharding,
         ["shard_map", "auto", "fsdp"],
         "who inserts collectives: shard_map (the model's code), auto (XLA), fsdp (parameters also split over dp; by "
-        "XLA, with experts by the model's code)",
+        "XLA, with experts or cp by the model's code)",
     )
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")

@@ -22,10 +22,11 @@ from jax.sharding import Mesh
 from dhelix.errors import DhelixError
 from dhelix.launch.train import data
 from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
+from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.options import Options
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.models import LlamaConfig, MoeConfig, Training, TrainState, make_mesh, make_train_step, preset
-from dhelix.models.moe import train_step as moe_step
+from dhelix.models import MoeConfig, Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.report import Report
 from dhelix.profiles import hardware
 from dhelix.runtime.step import options as step_options
@@ -133,7 +134,7 @@ def prepare(options: Options) -> Run:
     return Run(options, training, corpus, batch, make_step(training, options.plain, options.step))
 
 
-def configuration(options: Options) -> LlamaConfig:
+def configuration(options: Options) -> DecoderConfig:
     """The configuration of the model. Raises DhelixError if the options contradict each other."""
     given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
     if options.unrolled and options.pp > 1:
@@ -146,25 +147,28 @@ def configuration(options: Options) -> LlamaConfig:
     return _valid(lambda: preset(options.preset, options.layers, **given))
 
 
-def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any]) -> tuple[Training, int]:
+def make_training(options: Options, config: DecoderConfig, devices: Sequence[Any]) -> tuple[Training, int]:
     """The plain train step and its batch size in sequences. The mesh takes as many of `devices` as it needs.
 
     Raises:
       DhelixError: the options contradict each other or need other devices.
     """
     experts = config.experts if isinstance(config, MoeConfig) else 0
-    axes = _mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp, experts)
-    mesh = _valid(lambda: make_mesh(axes["dp"], axes["tp"], devices, options.pp, axes.get("ep")))
+    axes = mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp, experts)
+    mesh = _valid(lambda: make_mesh(axes["dp"], axes["tp"], devices, options.pp, axes.get("ep"), axes["cp"]))
     training = _valid(lambda: _training(options, config, mesh))
     batch = options.batch or options.microbatches * axes["dp"] * axes.get("ep", 1)
-    _valid(lambda: training.check_batch(training.abstract_batch(batch)["tokens"]))
+    _valid(lambda: training.check_batch(training.abstract_batch(batch)))
     if isinstance(config, MoeConfig):
-        tokens = batch // options.microbatches // axes["dp"] // axes["ep"] * config.seq // axes["tp"]
+        tokens = batch // options.microbatches * config.seq // (axes["dp"] * axes["ep"] * axes["cp"] * axes["tp"])
         _valid(lambda: config.capacity(tokens))
     return training, batch
 
 
-def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
+def _training(options: Options, config: DecoderConfig, mesh: Mesh) -> Training:
+    if options.context is not None and "cp" not in mesh.axis_names:
+        raise DhelixError("--context needs context parallelism; give --mesh a cp of at least 2, or leave it out")
+    shared: dict[str, Any] = {"sharding": options.sharding, "context": options.context or "ring"}
     if options.pp == 1:
         given = {
             "pipeline": options.pipeline is not None,
@@ -173,14 +177,10 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
         }
         for name in (name for name, needless in given.items() if needless):
             raise DhelixError(f"--{name} needs --pp; give the number of stages")
-        make: Any = moe_step.make_train_step if isinstance(config, MoeConfig) else make_train_step
-        return make(config, mesh, optimizer(options), options.microbatches, options.sharding)
-    if isinstance(config, MoeConfig):
-        raise DhelixError(f"--pp does not support the experts of {options.preset}; leave --pp out")
+        return make_train_step(config, mesh, optimizer(options), options.microbatches, **shared)
     return make_pipelined_step(
         config, mesh, optimizer(options), options.microbatches, options.pipeline or "w", options.chunks_per_stage or 2,
-        sharding=options.sharding,  # type: ignore
-        sends_beside=options.sends_beside,
+        sends_beside=options.sends_beside, **shared,
     )  # fmt: skip
 
 
@@ -346,46 +346,6 @@ def notes(run: Run) -> dict[str, Any]:
 def batch_notes(run: Run) -> dict[str, Any]:
     """The values that determine the batches. If a value has changed when a run resumes, the user gets a note."""
     return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
-
-
-def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1, experts: int = 0) -> dict[str, int]:
-    """The sizes of the axes dp and tp on each of `pp` stages, from a text such as `dp=2,tp=4`; with experts, also ep.
-
-    If the text leaves out dp or tp, this axis takes the remaining devices. If it leaves out both, dp takes them. If it
-    leaves out ep, ep is 1. If the text is empty, one axis gets the largest possible size. Without experts, this axis is
-    tp, whose size must divide the devices of a stage and the key-value heads. With experts, this axis is ep, whose size
-    must divide the devices and the experts.
-    """
-    names = ("dp", "ep", "tp") if experts else ("dp", "tp")
-    axes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, _, size = part.partition("=")
-        if name not in names or name in axes or not size.isdecimal() or int(size) < 1:
-            more = {"pp": "; the number of pipeline stages is --pp"}
-            more |= {} if experts else {"ep": "; ep is for models with experts"}
-            example = "dp=2,ep=4,tp=1" if experts else "dp=2,tp=4"
-            raise DhelixError(
-                f"--mesh {text} is not valid; give sizes of the axes {', '.join(names[:-1])} and {names[-1]}, for "
-                f"example {example}{more.get(name, '')}"
-            )
-        axes[name] = int(size)
-    if devices % pp and len(axes) < 2:
-        raise DhelixError(f"--pp {pp} does not divide the {devices} devices; give a number that does")
-    of_stage = devices // pp
-    if not axes and experts:
-        axes["ep"] = math.gcd(of_stage, experts)
-    elif not axes:
-        axes["tp"] = math.gcd(of_stage, kv_heads)
-    rest = max(1, of_stage // axes.get("ep", 1))
-    dp = axes.get("dp", max(1, rest // axes.get("tp", 1)))
-    tp = axes.get("tp", max(1, rest // dp))
-    found = {"dp": dp, **({"ep": axes.get("ep", 1)} if experts else {}), "tp": tp}
-    size = math.prod(found.values())
-    if size > of_stage or (size < of_stage and jax.process_count() > 1):
-        more = "" if jax.process_count() > 1 else "; to try it out on N CPU devices, give --cpu_devices N"
-        mesh = " x ".join(f"{name} {extent}" for name, extent in (({"pp": pp} if pp > 1 else {}) | found).items())
-        raise DhelixError(f"a mesh of {mesh} needs {pp * size} devices, but there are {devices}{more}")
-    return found
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -66,3 +66,15 @@ def _backward(parallel: Parallel, kept: tuple[jax.Array, jax.Array, jax.Array], 
 
 
 cross_entropy.defvjp(_forward, _backward)
+
+
+def mean_loss(logits: jax.Array, targets: jax.Array, parallel: Parallel, weights: jax.Array | None = None) -> jax.Array:
+    """The mean loss of this device's tokens in nats, float32.
+
+    Args:
+      logits, targets: see `cross_entropy`.
+      weights: float32 `[batch, seq]`, the weights of tokens in the mean. Their mean over all devices is 1. None: all
+        are 1.
+    """
+    losses: jax.Array = cross_entropy(logits, targets, parallel)  # type: ignore
+    return jnp.mean(losses if weights is None else losses * weights)

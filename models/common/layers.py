@@ -14,11 +14,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.parallel import GATHERED, Parallel, vocab_position
 from dhelix.models.llama.llama_config import LlamaConfig
 
 Rotation = tuple[jax.Array, jax.Array]
-Layer = Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, Any]]
+Layer = Callable[[Any, Mapping[str, jax.Array]], Any]
 
 
 # The residuals of a cheap function are as large as its input, and the residuals of all layers stay live until the
@@ -39,25 +40,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return recomputed(normalise)(x, weight)
 
 
-def rotation(config: LlamaConfig, seq: int, first: jax.Array | None = None) -> Rotation:
-    """The cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]` each.
+def rotation(config: LlamaConfig, positions: jax.Array) -> Rotation:
+    """The cosines and sines of the rotary embedding at `positions [seq]`, float32 `[seq, 1, head_dim / 2]` each.
 
     If `rope_factor` is above 1, Llama 3.1's rule applies. Wavelengths above 8192 tokens, the sequence length of Llama
     3's training, are stretched by the factor. Wavelengths below a quarter of 8192 do not change, and wavelengths
     between both limits are stretched by less than the factor.
-
-    Args:
-      first: position of the first token, int32; 0 if not given.
     """
     frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_factor != 1.0:
         turns = 8192 * frequency / (2 * math.pi)
         keep = jnp.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
         frequency = frequency * (keep + (1.0 - keep) / config.rope_factor)
-    positions = jnp.arange(seq, dtype=jnp.float32)
-    if first is not None:
-        positions += first
-    angle = positions[:, None, None] * frequency
+    angle = positions.astype(jnp.float32)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -71,7 +66,7 @@ def rotate(x: jax.Array, by: Rotation) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def resolve_attention(config: LlamaConfig, platform: str) -> Literal["xla", "cudnn"]:
+def resolve_attention(config: DecoderConfig, platform: str) -> Literal["xla", "cudnn"]:
     """The implementation of attention on `platform`. `auto` in the configuration becomes `xla` or `cudnn`.
 
     Args:
@@ -97,10 +92,26 @@ def query_key_value(
     return rotate(next(products), by), rotate(next(products), by), next(products)
 
 
-def causal_attention(config: LlamaConfig, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Grouped-query self-attention with a causal mask, `[batch, seq, heads, head_dim]`."""
+def causal_attention(
+    config: DecoderConfig,
+    parallel: Parallel,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """Grouped-query self-attention with a causal mask, `[batch, seq / cp, heads, head_dim]`.
+
+    Args:
+      query, key, value: of this device's tokens and heads, `[batch, seq / cp, heads or kv_heads, head_dim]`.
+      segments: int32 `[batch, seq]`, of whole rows. A token attends only to tokens of its own segment. None: each row
+        is one segment.
+    """
     implementation = resolve_attention(config, jax.default_backend())
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+    if parallel.context is not None:
+        return parallel.context.attention(query, key, value, segments, implementation)
+    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation=implementation)
 
 
 def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
@@ -114,11 +125,16 @@ def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: 
 
 
 def attention_block(
-    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
+    config: LlamaConfig,
+    parallel: Parallel,
+    weights: Mapping[str, jax.Array],
+    x: jax.Array,
+    by: Rotation,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Attention with this device's heads: the addend to the residual stream `x [batch, seq / tp, hidden]`."""
     query, key, value = query_key_value(config, parallel, weights, x, by)
-    return attention_output(parallel, weights, causal_attention(config, query, key, value))
+    return attention_output(parallel, weights, causal_attention(config, parallel, query, key, value, segments))
 
 
 def feed_forward_block(
@@ -136,25 +152,29 @@ def feed_forward_block(
 
 
 def decoder_layer(
-    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
+    config: LlamaConfig,
+    parallel: Parallel,
+    weights: Mapping[str, jax.Array],
+    x: jax.Array,
+    by: Rotation,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """The residual stream after one layer. Attention, and then feed-forward, are added to the residual stream."""
-    x = x + attention_block(config, parallel, weights, x, by)
+    x = x + attention_block(config, parallel, weights, x, by, segments)
     return x + feed_forward_block(config, parallel, weights, x)
 
 
-def through_layers(
-    config: LlamaConfig, layer: Layer, x: jax.Array, layers: Any, gathers: bool = False
-) -> tuple[jax.Array, Any]:
-    """Applies `layer` to `x` for one layer after the other, with rematerialization as `config.remat` says.
+def through_layers(config: DecoderConfig, layer: Layer, state: Any, layers: Any, gathers: bool = False) -> Any:
+    """Applies `layer` to `state` for one layer after the other, with rematerialization as `config.remat` says.
 
     Args:
-      layer: function of `x` and a layer's weights. Returns the layer's `x`, and what else the layer reports, or None.
+      layer: function of the state before a layer and the layer's weights. Returns the state after the layer.
+      state: the residual stream, with all else that passes from layer to layer.
       layers: the weights of all layers: stacked with `scan_layers`, otherwise a list with one entry per layer.
       gathers: whether layers gather weights (`Parallel.whole_weights`). The backward pass then gathers them again.
 
     Returns:
-      The last layer's `x`, and the reports of all layers, stacked.
+      The state after the last layer.
     """
     if config.remat != "none" or gathers:
         policies = jax.checkpoint_policies
@@ -163,15 +183,13 @@ def through_layers(
         # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
     if config.scan_layers:
-        return jax.lax.scan(layer, x, layers)
-    reports = []
+        return jax.lax.scan(lambda state, weights: (layer(state, weights), None), state, layers)[0]
     for weights in layers:
-        x, report = layer(x, weights)
-        reports.append(report)
-    return x, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+        state = layer(state, weights)
+    return state
 
 
-def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
+def embed(config: DecoderConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """The residual stream for `tokens [batch, seq]`, from this device's shard `table [vocab / tp, hidden]`.
 
     Each device looks up the rows that it holds, and takes zeros for all other rows. The results are then summed.

@@ -1,9 +1,8 @@
 """How the devices of a mesh exchange a model's arrays: by hand under `shard_map`, by XLA's partitioner, or not at all.
 
-The mesh axes are `dp` (data parallel) and `tp` (tensor parallel, and sequence parallel between blocks). A pipeline of
-layers adds the axis `pp`. Experts on different devices add the axis `ep`, which also splits the batch. The functions of
-the layers call a `Parallel` for each exchange. Only this module knows whether an array `[batch, seq, hidden]` is a
-shard of the sequence, and whether a sum is partial.
+`common.mesh` names the mesh axes. The functions of the layers call a `Parallel` for each exchange. Only this module
+knows whether an array `[batch, seq, hidden]` is a shard of the sequence, and whether a sum is partial. With context
+parallelism, a device has only its part of each sequence from the start, and `seq` means the length of this part.
 
 The layers of a pipeline are on different stages. All stages can share embedding and head, the *ends* of the model. Each
 stage then holds a part of the vocabulary, so that all stages have equal work.
@@ -14,16 +13,16 @@ stage then holds a part of the vocabulary, so that all stages have equal work.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dhelix.models.common.context_parallel import Context
 
 
 class CollectiveMatmuls(Protocol):
@@ -59,7 +58,13 @@ class CollectiveMatmuls(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """The exchanges of a model on one device, where each exchange is the identity. Subclasses exchange over a mesh."""
+    """The exchanges of a model on one device, where each exchange is the identity. Subclasses exchange over a mesh.
+
+    Attributes:
+      context: how devices share a sequence within attention; None if every device has whole sequences.
+    """
+
+    context: Context | None = dataclasses.field(default=None, kw_only=True)
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
         """Gathers sequence shards `[batch, seq / tp, hidden]` for the column-parallel matmuls of a block."""
@@ -129,8 +134,20 @@ class Parallel:
         return weights
 
     def sequence_shards(self) -> int:
-        """Number of devices that share a sequence between blocks."""
+        """Number of devices of a `tp` group, which share a sequence between blocks."""
         return 1
+
+    def own_sequence(self, x: jax.Array) -> jax.Array:
+        """This device's part of whole rows `x [batch, seq]`, in the order of `positions`: `[batch, seq / cp]`."""
+        return x if self.context is None else self.context.own_part(x)
+
+    def positions(self, seq: int) -> jax.Array:
+        """The positions of this device's `seq` tokens in their sequence, int32 `[seq]`."""
+        return jnp.arange(seq) if self.context is None else self.context.positions(seq)
+
+    def mean_over_rows(self, x: jax.Array) -> jax.Array:
+        """The mean of `x` over the devices that have different rows of the batch."""
+        return x
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of `x` over the shards of the vocabulary."""
@@ -181,6 +198,7 @@ class ManualParallel(Parallel):
       axis: the mesh axis or axes over which arrays are exchanged.
       pipeline: the mesh axis of the pipeline's stages, if all stages share embedding and head (`PipelineEnds`).
       experts: the axis whose devices hold different experts; None if every device holds all.
+      rows: the axes that split the batch.
       split_over_dp: names of the weights that are split over `dp`, with the dimension that is split. Under FSDP, a
         layer gathers them when it needs them. The transpose reduce-scatters their gradients.
       collective_matmuls: if given, these functions replace the matmuls of layers and their collectives.
@@ -189,6 +207,7 @@ class ManualParallel(Parallel):
     axis: str | tuple[str, ...] = "tp"
     pipeline: str | None = None
     experts: str | None = None
+    rows: tuple[str, ...] = ("dp",)
     split_over_dp: tuple[tuple[str, int], ...] = ()
     collective_matmuls: CollectiveMatmuls | None = None
 
@@ -242,6 +261,9 @@ class ManualParallel(Parallel):
 
     def sequence_shards(self) -> int:
         return lax.axis_size(self.axis)
+
+    def mean_over_rows(self, x: jax.Array) -> jax.Array:
+        return lax.pmean(x, self.rows)
 
     def sum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, self.axis)
@@ -321,24 +343,6 @@ class AutoParallel(Parallel):
 
     def split_features(self, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", None, "tp")))
-
-
-def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 1, ep: int | None = None) -> Mesh:
-    """A mesh of `dp` x `tp` devices. `pp` stages add a first axis, and `ep` adds an axis before `tp`.
-
-    Neighbouring devices form a `tp` group, so that the group stays inside a node.
-
-    Raises:
-      ValueError: there are too few devices.
-    """
-    devices = jax.devices() if devices is None else devices
-    axes = ({"pp": pp} if pp > 1 else {}) | {"dp": dp} | ({} if ep is None else {"ep": ep}) | {"tp": tp}
-    size = math.prod(axes.values())
-    if size > len(devices):
-        text = " x ".join(f"{name} {extent}" for name, extent in axes.items())
-        raise ValueError(f"a mesh of {text} needs {size} devices, but there are {len(devices)}")
-    grid = np.array(devices[:size]).reshape(*axes.values())
-    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def vocab_position(parallel: Parallel, ids: jax.Array, shard_size: int) -> jax.Array:

@@ -123,11 +123,11 @@ def prefill_layers(
     seq = x.shape[1]
     if seq > capacity:
         raise ValueError(f"the cache has room for {capacity} tokens, but there are {seq}; give more capacity")
-    by = rotation(config, seq)
+    by = rotation(config, jnp.arange(seq))
 
     def layer(weights: dict[str, jax.Array], x: jax.Array, _: None) -> tuple[jax.Array, KeysValues]:
         query, key, value = query_key_value(config, parallel, weights, x, by)
-        x += attention_output(parallel, weights, causal_attention(config, query, key, value))
+        x += attention_output(parallel, weights, causal_attention(config, parallel, query, key, value))
         return x + feed_forward_block(config, parallel, weights, x), (_to_cache(key), _to_cache(value))
 
     def _to_cache(heads: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ def decode_layers(
 
     The token attends to the tokens in the cache and to itself.
     """
-    by = rotation(config, 1, cache.length)
+    by = rotation(config, cache.length[None])
 
     def layer(weights: dict[str, jax.Array], x: jax.Array, cached: KeysValues) -> tuple[jax.Array, KeysValues]:
         query, key, value = query_key_value(config, parallel, weights, x, by)

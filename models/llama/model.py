@@ -10,6 +10,7 @@ With `scan_layers=False`, `layers` is a list of L such dicts without the leading
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +18,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from dhelix.models.common.cross_entropy import cross_entropy
+from dhelix.models.common.cross_entropy import mean_loss
 from dhelix.models.common.layers import decoder_layer, embed, rms_norm, rotation, through_layers
+from dhelix.models.common.mesh import spec_of
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.common.training import Metrics, Params
 from dhelix.models.llama.llama_config import LlamaConfig
 
-Params = dict[str, Any]
+METRICS = ("loss",)
 
 # How each weight of a layer is split over `tp`: by heads, or by columns of the feed-forward's hidden layer.
 _LAYER_SPECS = {
@@ -63,14 +66,6 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
     if not config.tie_embeddings:
         specs["head"] = PartitionSpec(None, vocabulary)
     return specs
-
-
-def spec_of(*entries: Any) -> PartitionSpec:
-    """A spec without trailing Nones. With them, JAX would regard equal shardings as unequal."""
-    kept = list(entries)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return PartitionSpec(*kept)
 
 
 def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -136,26 +131,42 @@ def cast_params(config: LlamaConfig, params: Params) -> Params:
     return jax.tree.map(lambda weight: weight.astype(config.dtype), params)
 
 
-def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
+def trainable(config: LlamaConfig, params: Params, parallel: Parallel) -> Params:
+    """The parameters that a step differentiates: `cast_params`."""
+    return cast_params(config, params)
+
+
+def logits(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    parallel: Parallel = SINGLE_DEVICE,
+    segments: jax.Array | None = None,
+) -> jax.Array:
     """The logits of the model: its forward pass.
 
     Args:
       params: parameters in the compute dtype; under `shard_map`, this device's shards.
-      tokens: int32 `[batch, seq]`. Each device of a `tp` group holds the whole sequence.
+      tokens: int32 `[batch, seq / cp]`. Each device of a `tp` group holds the same tokens.
+      segments: int32 `[batch, seq]`, the document of each token of whole rows. None: each row is one document.
 
     Returns:
-      The logits, `[batch, seq, vocab / tp]` in the compute dtype.
+      The logits, `[batch, seq / cp, vocab / tp]` in the compute dtype.
     """
-    by = rotation(config, tokens.shape[1])
+    by = rotation(config, parallel.positions(tokens.shape[1]))
+    ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
-    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        return decoder_layer(config, parallel, weights, x, by), None
+    def layer(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+        return decoder_layer(config, parallel, parallel.whole_weights(weights), x, by, segments)
 
-    x, _ = through_layers(config, layer, embed(config, parallel, params["embedding"], tokens), params["layers"])
-    return project(config, params, x, parallel)
+    x = embed(config, parallel, ends["embedding"], tokens)
+    x = through_layers(config, layer, x, params["layers"], parallel.gathers_weights)
+    return project(config, ends, x, parallel)
 
 
-def project(config: LlamaConfig, params: Params, x: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
+def project(
+    config: LlamaConfig, params: Mapping[str, Any], x: jax.Array, parallel: Parallel = SINGLE_DEVICE
+) -> jax.Array:
     """The head of the model: the logits of this device's shard of the vocabulary, from the last layer's output `x`."""
     ends = parallel.ends
     h = ends.gather_sequence(rms_norm(ends.from_layers(x), params["final_norm"], config.norm_eps))
@@ -169,17 +180,35 @@ def loss(
     tokens: jax.Array,
     targets: jax.Array,
     parallel: Parallel = SINGLE_DEVICE,
+    segments: jax.Array | None = None,
+    weights: jax.Array | None = None,
 ) -> jax.Array:
     """The mean cross-entropy per token in nats, float32.
 
-    Under `shard_map`, this is the mean over the tokens of this device's `dp` shard. All devices of a `tp` group get the
-    same value.
+    Under `shard_map`, this is the mean over the tokens of this device. All devices of a `tp` group get the same value.
 
     Args:
       params: parameters in the compute dtype.
-      tokens, targets: int32 `[batch, seq]`.
+      tokens, targets: int32 `[batch, seq / cp]`.
+      segments: see `logits`.
+      weights: the weights of tokens in the mean, whose own mean over all devices is 1. None: all weights are 1.
     """
-    return jnp.mean(cross_entropy(logits(config, params, tokens, parallel), targets, parallel.ends))
+    values = logits(config, params, tokens, parallel, segments)
+    return mean_loss(values, targets, parallel.ends, weights)
+
+
+def objective(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    targets: jax.Array,
+    parallel: Parallel,
+    segments: jax.Array | None = None,
+    weights: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
+    """The loss: what to differentiate, and the only metric."""
+    value = loss(config, params, tokens, targets, parallel, segments, weights)
+    return value, {"loss": value}
 
 
 def _as_module(tree: Any, specs: Any) -> Any:

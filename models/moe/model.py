@@ -13,20 +13,22 @@ the gradients by themselves (`wide_gradients`).
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dhelix.models.common.cross_entropy import cross_entropy
+from dhelix.models.common.cross_entropy import mean_loss
 from dhelix.models.common.layers import attention_block, embed, rotation, through_layers
+from dhelix.models.common.mesh import spec_of
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.common.training import Metrics, Params
 from dhelix.models.llama import model as llama
-from dhelix.models.llama.model import Params
 from dhelix.models.moe.experts import AUXILIARY, experts_block
 from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.models.moe.wide_gradients import Wide, widen
 
+METRICS = ("loss", "cross_entropy", *AUXILIARY)
 EXPERTS = ("w_gate", "w_up", "w_down")
 """The weights of routed experts, in place of those of the feed-forward network."""
 _EXPERT_SPECS = {
@@ -42,17 +44,19 @@ _SHARED_SPECS = {
 }
 
 
-def param_specs(config: MoeConfig) -> Params:
+def param_specs(config: MoeConfig, pipeline: str | None = None, shared_ends: bool = True) -> Params:
     """The `PartitionSpec` of each parameter: experts over `ep`, and their hidden layer over `tp`; else as in Llama."""
-    specs = llama.param_specs(config)
+    specs = llama.param_specs(config, pipeline, shared_ends)
     chosen = _EXPERT_SPECS | (_SHARED_SPECS if config.shared else {})
 
-    def of(layer: dict[str, PartitionSpec], *leading: None) -> dict[str, PartitionSpec]:
+    def of(layer: dict[str, PartitionSpec], *leading: str | None) -> dict[str, PartitionSpec]:
         kept = {name: spec for name, spec in layer.items() if name not in EXPERTS}
-        return kept | {name: llama.spec_of(*leading, *spec) for name, spec in chosen.items()}
+        return kept | {name: spec_of(*leading, *spec) for name, spec in chosen.items()}
 
     layers = specs["layers"]
-    return specs | {"layers": of(layers, None) if config.scan_layers else [of(layer) for layer in layers]}
+    if not config.scan_layers:
+        return specs | {"layers": [of(layer) for layer in layers]}
+    return specs | {"layers": of(layers, *([pipeline] if pipeline else []), None)}
 
 
 def _expert_shapes(config: MoeConfig) -> dict[str, tuple[int, ...]]:
@@ -85,50 +89,71 @@ def init_params(config: MoeConfig, key: jax.Array) -> Params:
     return params | {"layers": llama.as_configured(config, layers)}
 
 
-def logits(
-    config: MoeConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE
-) -> tuple[jax.Array, jax.Array]:
-    """The forward pass.
+def trainable(config: MoeConfig, params: Params, parallel: Parallel) -> Params:
+    """The parameters that a step differentiates: `llama.cast_params`, with `wide_gradients` for unrolled layers.
 
-    Args:
-      params: in the compute dtype; under `shard_map`, this device's shards.
-      tokens: int32 `[batch, seq]`; each device of a `tp` group holds the whole sequence.
+    With stacked layers, wide gradients would double the stacks that the loop over layers fills. With FSDP, they would
+    double the volume of reduce-scatters.
+    """
+    params = llama.cast_params(config, params)
+    if config.scan_layers or parallel.gathers_weights:
+        return params
+
+    def wide(layer: dict[str, jax.Array]) -> dict[str, jax.Array | Wide]:
+        return {name: widen(weight) if name in EXPERTS else weight for name, weight in layer.items()}
+
+    return params | {"layers": [wide(layer) for layer in params["layers"]]}
+
+
+def logits(
+    config: MoeConfig,
+    params: Params,
+    tokens: jax.Array,
+    parallel: Parallel = SINGLE_DEVICE,
+    segments: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The forward pass. The arguments are those of `llama.logits`.
 
     Returns:
-      Logits `[batch, seq, vocab / tp]` in the compute dtype, and the means over layers of `AUXILIARY`, float32 `[3]`.
+      Logits `[batch, seq / cp, vocab / tp]` in the compute dtype, and the means over layers of `AUXILIARY`, float32
+      `[3]`.
     """
-    by = rotation(config, tokens.shape[1])
+    by = rotation(config, parallel.positions(tokens.shape[1]))
     ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
-    def layer(x: jax.Array, weights: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def layer(state: tuple[jax.Array, jax.Array], weights: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, totals = state
         weights = parallel.whole_weights(weights)
-        x = x + attention_block(config, parallel, weights, x, by)
+        x = x + attention_block(config, parallel, weights, x, by, segments)
         more, auxiliary = experts_block(config, parallel, weights, x)
-        return x + more, auxiliary
+        return x + more, totals + auxiliary
 
-    x = embed(config, parallel, ends["embedding"], tokens)
-    x, auxiliary = through_layers(config, layer, x, params["layers"], parallel.gathers_weights)
-    return llama.project(config, dict(ends), x, parallel), jnp.mean(auxiliary, axis=0)
+    start = embed(config, parallel, ends["embedding"], tokens), jnp.zeros(len(AUXILIARY), jnp.float32)
+    x, totals = through_layers(config, layer, start, params["layers"], parallel.gathers_weights)
+    return llama.project(config, ends, x, parallel), totals / config.layers
 
 
-def loss(
-    config: MoeConfig, params: Params, tokens: jax.Array, targets: jax.Array, parallel: Parallel = SINGLE_DEVICE
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What to differentiate, and metrics, all float32.
+def objective(
+    config: MoeConfig,
+    params: Params,
+    tokens: jax.Array,
+    targets: jax.Array,
+    parallel: Parallel = SINGLE_DEVICE,
+    segments: jax.Array | None = None,
+    weights: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
+    """What to differentiate, and the metrics, all float32. The arguments are those of `llama.loss`.
 
-    Under `shard_map` the sum over a `tp` group of each device's derivatives is that of the cross-entropy plus the mean
-    of the devices' routing losses: each device of the group routes its own part of the sequence.
-
-    Args:
-      params: in the compute dtype.
-      tokens, targets: int32 `[batch, seq]`.
+    Under `shard_map`, the sum over a `tp` group of each device's derivatives is the derivative of the cross-entropy
+    plus the mean of the devices' routing losses: each device of the group routes its own part of the sequence.
 
     Returns:
-      The cross-entropy per token in nats plus this device's share of the routing losses; and `cross_entropy` and
-      `AUXILIARY` by name, for this device's tokens.
+      The cross-entropy per token in nats plus this device's share of the routing losses; and the metrics: the loss with
+      all of the device's routing losses, `cross_entropy`, and `AUXILIARY`, for this device's tokens.
     """
-    values, auxiliary = logits(config, params, tokens, parallel)
-    entropy = jnp.mean(cross_entropy(values, targets, parallel.ends))
-    metrics: dict[str, Any] = {"cross_entropy": entropy, **dict(zip(AUXILIARY, auxiliary, strict=True))}
-    routing = config.balance_weight * metrics["balance"] + config.z_weight * metrics["z"]
+    values, auxiliary = logits(config, params, tokens, parallel, segments)
+    entropy = mean_loss(values, targets, parallel.ends, weights)
+    named = dict(zip(AUXILIARY, auxiliary, strict=True))
+    routing = config.balance_weight * named["balance"] + config.z_weight * named["z"]
+    metrics = {"loss": entropy + routing, "cross_entropy": entropy, **named}
     return entropy + routing / parallel.sequence_shards(), metrics

@@ -13,6 +13,7 @@ Cost: a float32 gradient has twice the size. In a loop over stacked layers, the 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,15 @@ class Wide:
 
 def widen(weight: jax.Array) -> Wide:
     return Wide(weight, jnp.zeros(weight.shape, jnp.float32))
+
+
+def gradients_of(derivatives: Any) -> Any:
+    """The gradients of weights, from the derivatives with respect to these weights or to what `widen` made of them."""
+    return jax.tree.map(
+        lambda each: each.gradient if isinstance(each, Wide) else each,
+        derivatives,
+        is_leaf=lambda each: isinstance(each, Wide),
+    )
 
 
 def product(spec: str, rows: jax.Array, weight: jax.Array | Wide) -> jax.Array:

@@ -122,9 +122,9 @@ def test_stages_that_wait_for_neighbours_alone_share_no_ends(choices: dict[str, 
     rows = jax.ShapeDtypeStruct((6, 15), "int32")  # 14 tokens are divisible by tp, but not by tp x pp
     if shared:
         with pytest.raises(ValueError, match="is not divisible by tp x pp 4"):
-            training.check_batch(rows)
+            training.check_batch({"tokens": rows})
     else:
-        training.check_batch(rows)
+        training.check_batch({"tokens": rows})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_makes_no_pipeline_is_refused(overrides: dict[str, Any], says: str)
 
 def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="use a multiple of 6 rows"):
-        pipelined().check_batch(jax.ShapeDtypeStruct((8, 17), "int32"))
+        pipelined().check_batch({"tokens": jax.ShapeDtypeStruct((8, 17), "int32")})
     with pytest.raises(ValueError, match="make_mesh\\(dp, tp, pp=stages\\)"):
         make_pipelined_step(CONFIG, make_mesh(2, 2), OPTIMIZER, microbatches=3)
     with pytest.raises(DhelixError, match="schedule='zigzag'"):

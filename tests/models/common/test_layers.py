@@ -40,7 +40,7 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
 
 def test_rotated_products_depend_on_the_distance_alone() -> None:
     query, key = (jnp.broadcast_to(normal(seed, 8), (1, 12, 1, 8)) for seed in (0, 1))
-    by = rotation(CONFIG, 12)
+    by = rotation(CONFIG, jnp.arange(12))
     scores = np.einsum("bsnd,btnd->st", rotate(query, by), rotate(key, by))
     for distance in range(-11, 12):
         diagonal = np.diagonal(scores, distance)
@@ -52,7 +52,7 @@ def test_rope_factor_stretches_low_frequencies_only() -> None:
     config = LlamaConfig(head_dim=128)
     plain, stretched = (
         np.arctan2(sin[1], cos[1])[0]
-        for cos, sin in (rotation(dataclasses.replace(config, rope_factor=factor), 2) for factor in (1.0, 8.0))
+        for cos, sin in (rotation(dataclasses.replace(config, rope_factor=f), jnp.arange(2)) for f in (1.0, 8.0))
     )
     wavelength = 2 * np.pi / plain
     np.testing.assert_allclose(stretched[wavelength < 2048], plain[wavelength < 2048], rtol=1e-6)
@@ -74,7 +74,7 @@ def attention_weights(config: LlamaConfig) -> dict[str, Any]:
 def test_attention_is_causal() -> None:
     @jax.jit
     def attend(x: Any) -> jax.Array:
-        return attention_block(CONFIG, SINGLE_DEVICE, attention_weights(CONFIG), x, rotation(CONFIG, 10))
+        return attention_block(CONFIG, SINGLE_DEVICE, attention_weights(CONFIG), x, rotation(CONFIG, jnp.arange(10)))
 
     x = normal(0, 1, 10, 32)
     before, after = attend(x), attend(x + (np.arange(10) == 6)[:, None].astype(np.float32))
@@ -84,7 +84,7 @@ def test_attention_is_causal() -> None:
 
 def test_grouped_heads_share_their_keys_and_values() -> None:
     full = dataclasses.replace(CONFIG, kv_heads=CONFIG.heads)
-    x, weights, by = normal(0, 2, 10, 32), attention_weights(CONFIG), rotation(CONFIG, 10)
+    x, weights, by = normal(0, 2, 10, 32), attention_weights(CONFIG), rotation(CONFIG, jnp.arange(10))
     repeated = weights | {name: np.repeat(weights[name], 2, axis=1) for name in ("wk", "wv")}
     attend = jax.jit(attention_block, static_argnums=(0, 1))
     grouped, separate = (attend(c, SINGLE_DEVICE, w, x, by) for c, w in ((CONFIG, weights), (full, repeated)))

@@ -75,6 +75,6 @@ def test_the_loss_is_the_cross_entropy_and_the_weighted_routing_losses() -> None
     config = dataclasses.replace(TINY, balance_weight=0.5, z_weight=0.25)
     params = model.init_params(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 25), 0, config.vocab)
-    loss, metrics = model.loss(config, params, tokens[:, :-1], tokens[:, 1:])
+    loss, metrics = model.objective(config, params, tokens[:, :-1], tokens[:, 1:])
     expected = metrics["cross_entropy"] + 0.5 * metrics["balance"] + 0.25 * metrics["z"]
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)

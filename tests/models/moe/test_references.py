@@ -58,7 +58,9 @@ def test_logits_losses_and_gradients_are_those_of_mixtral(stored: dict[str, np.n
     tokens = jnp.asarray(stored["tokens"])
     logits, _ = jax.jit(lambda params: model.logits(config, params, tokens[:, :-1]))(params)
     assert_close(logits, stored["mixtral/logits"])
-    take = jax.jit(jax.grad(lambda params: model.loss(config, params, tokens[:, :-1], tokens[:, 1:]), has_aux=True))
+    take = jax.jit(
+        jax.grad(lambda params: model.objective(config, params, tokens[:, :-1], tokens[:, 1:]), has_aux=True)
+    )
     gradients, metrics = take(params)
     assert float(metrics.pop("dropped")) == 0.0
     assert_close(metrics, {name: stored[f"mixtral/{name}"] for name in metrics})

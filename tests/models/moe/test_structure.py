@@ -8,9 +8,8 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
-from dhelix.models.common.train_step import Sharding
 from dhelix.models.moe.moe_config import MOE_PRESETS
-from dhelix.models.moe.train_step import make_train_step
+from dhelix.models.train_step import Sharding, make_train_step
 from dhelix.runtime.compiler import deviceless
 
 WIDE = dataclasses.replace(

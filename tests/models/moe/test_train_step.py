@@ -10,10 +10,10 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
-from dhelix.models.common.parallel import make_mesh
-from dhelix.models.common.train_step import Sharding
+from dhelix.models.common.mesh import make_mesh
+from dhelix.models.llama.llama_config import LLAMA_PRESETS
 from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
-from dhelix.models.moe.train_step import make_train_step
+from dhelix.models.train_step import Sharding, make_train_step
 from dhelix.tests.quick import slow_but
 
 CONFIG = dataclasses.replace(
@@ -112,6 +112,11 @@ def test_what_does_not_fit_is_one_error(changes: dict[str, Any], ep: int, shardi
         make_train_step(config, make_mesh(1, 2, ep=ep), optax.sgd(0.1), MICROBATCHES, sharding)
 
 
-def test_a_mesh_without_the_axis_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have the Auto axes 'dp', 'ep' and 'tp'"):
-        make_train_step(CONFIG, make_mesh(4, 2), optax.sgd(0.1), MICROBATCHES)
+def test_without_the_axis_every_device_has_all_experts() -> None:
+    training = make_train_step(CONFIG, make_mesh(4, 2), optax.sgd(0.1), MICROBATCHES)
+    assert "ep" not in str(training.abstract_state().params["layers"]["w_up"].sharding.spec)
+
+
+def test_experts_of_a_model_without_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="the mesh has ep = 2, but the model has no experts; leave ep out"):
+        make_train_step(LLAMA_PRESETS["llama-demo"], make_mesh(1, 2, ep=2), optax.sgd(0.1), MICROBATCHES)

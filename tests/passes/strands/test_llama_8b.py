@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from dhelix.models import preset
-from dhelix.models.common.parallel import make_mesh
-from dhelix.models.common.train_step import make_train_step
+from dhelix.models.common.mesh import make_mesh
+from dhelix.models.train_step import make_train_step
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import CHANGED, StageReport
 from dhelix.passes.hlo import HloModule

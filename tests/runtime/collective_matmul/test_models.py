@@ -10,8 +10,8 @@ import pytest
 
 from dhelix.models import LlamaConfig, make_mesh
 from dhelix.models.common.parallel import ManualParallel
-from dhelix.models.common.train_step import accumulate_gradients, over_mesh, reduce_gradients
-from dhelix.models.llama.model import init_params, param_specs
+from dhelix.models.llama import model as llama
+from dhelix.models.train_step import accumulate_gradients, over_mesh, reduce_gradients
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.tests.runtime.collective_matmul.programs import assert_close, fast_jit
 
@@ -32,21 +32,21 @@ MESH = make_mesh(1, 4)
 
 @functools.cache
 def arguments() -> tuple[Any, Any]:
-    """Parameters away from zero, so that no gradient is small, and tokens."""
+    """Parameters away from zero, so that no gradient is small, and a batch."""
     generator = np.random.default_rng(7)
-    shapes = jax.eval_shape(functools.partial(init_params, CONFIG), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(llama.init_params, CONFIG), jax.random.key(0))
     params = jax.tree.map(lambda leaf: generator.normal(0.2, 0.1, leaf.shape).astype(leaf.dtype), shapes)
-    return params, generator.integers(0, CONFIG.vocab, (4, CONFIG.seq + 1)).astype(np.int32)
+    return params, {"tokens": generator.integers(0, CONFIG.vocab, (4, CONFIG.seq + 1)).astype(np.int32)}
 
 
 def step(config: LlamaConfig, collective_matmuls: CollectiveMatmuls | None) -> Any:
     """Loss and gradients of two micro-batches over four devices, jitted."""
-    specs = param_specs(config)
+    specs = llama.param_specs(config)
 
-    def local(params: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
+    def local(params: Any, batch: Any) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         parallel = ManualParallel(collective_matmuls=collective_matmuls)
-        loss, gradients = accumulate_gradients(config, parallel, 2, params, rows)
-        return jax.lax.pmean(loss, "dp"), reduce_gradients(gradients, specs)
+        gradients, metrics = accumulate_gradients(llama, config, parallel, 2, params, batch)
+        return jax.lax.pmean(metrics["loss"], "dp"), reduce_gradients(gradients, specs, MESH), {}
 
     return fast_jit(over_mesh(local, MESH, specs))
 

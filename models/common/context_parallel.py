@@ -1,0 +1,248 @@
+"""Context parallelism: each device has a part of every sequence, also within attention.
+
+A sequence is cut into 2 n chunks, where n is the number of devices of a `cp` group. Device d has chunk d and chunk
+2 n - 1 - d (zigzag), so that all devices have equal work under a causal mask. Attention takes n steps:
+
+    step 0        own keys: causal attention over the device's two chunks
+    step t > 0    keys of device j = d - t (mod n), which are two chunks:
+                    j < d    both query chunks see the first chunk of j in full, and nothing of the second
+                    j > d    the second query chunk sees both chunks of j in full, and the first sees nothing
+                  In both cases, the step has two pairs of chunks without a mask, which are one call of the kernel.
+
+The steps are merged by their log-sums: with l = log(sum of exp(l_t)), the output is the sum of out_t exp(l_t - l). The
+backward pass takes the same steps. Each gives its addends to the gradients with the whole attention's l
+(`attention_blocks`).
+
+The keys arrive in one of two ways:
+
+    "ring"          a device sends its keys and values on to the next device in each step; it needs those of a step only
+                    for that step. The gradients of keys and values go straight home.
+    "all-gather"    a device gathers all keys and values before step 1. A reduce-scatter sums their gradients.
+
+Ring attention: Liu et al., arXiv 2310.01889; zigzag: Brandon et al., arXiv 2311.09431 ("striped", there by tokens).
+DHelix section 6.2.2 (arXiv 2411.15871) uses Megatron's form of it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.models.common.attention_blocks import Block, Implementation, backward, forward
+
+Exchange = Literal["ring", "all-gather"]
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How the devices of a group share sequences, under `shard_map` over `axis`.
+
+    Attributes:
+      size: the number of devices of a group, at least 2.
+      exchange: how keys and values travel.
+      axis: the mesh axis.
+    """
+
+    size: int
+    exchange: Exchange = "ring"
+    axis: str = "cp"
+
+    def __post_init__(self) -> None:
+        if self.exchange not in ("ring", "all-gather"):
+            raise ValueError(f"context={self.exchange!r} is unknown; use 'ring' or 'all-gather'")
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """This device's two chunks of whole rows `x [batch, seq]`: `[batch, seq / cp]`."""
+        return self._part(x, lax.axis_index(self.axis))
+
+    def positions(self, seq: int) -> jax.Array:
+        """The positions in the whole sequence of this device's `seq` tokens, int32 `[seq]`."""
+        chunk, device = seq // 2, lax.axis_index(self.axis)
+        first, second = device * chunk, (2 * self.size - 1 - device) * chunk
+        return jnp.concatenate([first + jnp.arange(chunk), second + jnp.arange(chunk)])
+
+    def attention(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segments: jax.Array | None,
+        implementation: Implementation,
+    ) -> jax.Array:
+        """Causal attention of this device's queries to all keys of their rows.
+
+        Args:
+          query: `[batch, seq / cp, heads, head_dim]`.
+          key, value: `[batch, seq / cp, kv_heads, head_dim]`.
+          segments: int32 `[batch, seq]`, of whole rows. A token attends only to tokens of its own segment.
+
+        Returns:
+          The output, like `query`.
+        """
+        return _attention(self, implementation, query, key, value, segments)
+
+    def sources(self) -> list[jax.Array]:
+        """The devices whose keys steps 1, 2, ... use."""
+        own = lax.axis_index(self.axis)
+        return [(own - step) % self.size for step in range(1, self.size)]
+
+    def arriving(self, own: Pair) -> Iterator[Pair]:
+        """The keys and values of `sources`, one device after the other."""
+        if self.exchange == "ring":
+            on = [(device, (device + 1) % self.size) for device in range(self.size)]
+            for _ in range(1, self.size):
+                own = lax.ppermute(own, self.axis, on)
+                yield own
+            return
+        every = lax.all_gather(own, self.axis)
+        for source in self.sources():
+            yield jax.tree.map(functools.partial(_at, index=source), every)
+
+    def sent_home(self, own: Pair, others: list[Pair]) -> Pair:
+        """The sums of gradients of keys and values.
+
+        Args:
+          own: this device's addends to its own gradients, float32.
+          others: its addends to the gradients of `sources`, in the compute type.
+        """
+        if self.exchange == "ring":
+            for step, addends in enumerate(others, 1):
+                home = [(device, (device - step) % self.size) for device in range(self.size)]
+                arrived = lax.ppermute(addends, self.axis, home)
+                own = jax.tree.map(jnp.add, own, arrived)
+            return own
+        every = jax.tree.map(lambda addend: jnp.zeros((self.size, *addend.shape), addend.dtype), others[0])
+        for source, addends in zip(self.sources(), others, strict=True):
+            put = functools.partial(lax.dynamic_update_index_in_dim, index=source, axis=0)
+            every = jax.tree.map(put, every, addends)
+        arrived = lax.psum_scatter(every, self.axis)
+        return jax.tree.map(jnp.add, own, arrived)
+
+    def mask(self, segments: jax.Array | None, pairs: "_Pairs | None" = None, source: jax.Array | int = 0):
+        """Which keys a step's queries see, booleans `[batch, queries, keys]`; None if they see all of them."""
+        if segments is None:
+            return None
+        queries = self.own_part(segments)
+        if pairs is None:
+            return queries[:, :, None] == queries[:, None, :]
+        return pairs.queries(queries)[:, :, None] == pairs.keys(self._part(segments, source))[:, None, :]
+
+    def _part(self, x: jax.Array, device: jax.Array | int) -> jax.Array:
+        chunks = x.reshape(x.shape[0], 2 * self.size, -1).swapaxes(0, 1)
+        return jnp.concatenate([_at(chunks, index=device), _at(chunks, index=2 * self.size - 1 - device)], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """The two pairs of chunks of a step, stacked along the batch.
+
+    Attributes:
+      before: whether the keys come from a device with a smaller number, bool.
+    """
+
+    before: jax.Array
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        """`[batch, seq, ...]` of this device as `[2 batch, seq / 2, ...]`: the queries of both pairs."""
+        first, second = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([jnp.where(self.before, first, second), second])
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """As `queries`, for keys or values of the other device."""
+        first, second = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([first, jnp.where(self.before, first, second)])
+
+    def log_sums(self, x: jax.Array) -> jax.Array:
+        """As `queries`, for log-sums `[batch, heads, seq]`."""
+        return self.queries(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+    def to_queries(self, x: jax.Array, nothing: float = 0.0) -> list[jax.Array]:
+        """The pairs' results `[2 batch, seq / 2, ...]` as addends `[batch, seq, ...]` of this device.
+
+        Where a pair adds nothing, the addend is `nothing`.
+        """
+        one, two = jnp.split(x, 2)
+        empty = jnp.full_like(one, nothing)
+        first, second = jnp.where(self.before, one, empty), jnp.where(self.before, empty, one)
+        return [jnp.concatenate([first, two], axis=1), jnp.concatenate([empty, second], axis=1)]
+
+    def to_keys(self, x: jax.Array) -> jax.Array:
+        """The pairs' results as the sum of addends for the other device's keys."""
+        one, two = jnp.split(x, 2)
+        zero = jnp.zeros_like(two)
+        return jnp.concatenate([one + jnp.where(self.before, two, zero), jnp.where(self.before, zero, two)], axis=1)
+
+
+def _at(x: jax.Array, index: jax.Array | int) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(
+    context: Context,
+    implementation: Implementation,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+) -> jax.Array:
+    return _forward(context, implementation, query, key, value, segments)[0]
+
+
+def _forward(
+    context: Context,
+    implementation: Implementation,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+):
+    out, log_sums = forward(Block(True, implementation), query, key, value, context.mask(segments))
+    out = out.astype(jnp.float32)
+    for source, (keys, values) in zip(context.sources(), context.arriving((key, value)), strict=True):
+        pairs = _Pairs(source < lax.axis_index(context.axis))
+        arguments = pairs.queries(query), pairs.keys(keys), pairs.keys(values), context.mask(segments, pairs, source)
+        more, more_sums = forward(Block(False, implementation), *arguments)
+        out, log_sums = _merged(out, log_sums, pairs, more, more_sums)
+    out = out.astype(query.dtype)
+    return out, (query, key, value, segments, out, log_sums)
+
+
+def _merged(out: jax.Array, log_sums: jax.Array, pairs: _Pairs, more: jax.Array, more_sums: jax.Array) -> Pair:
+    """`out` and `log_sums` after another step, whose pairs have the results `more` and `more_sums`."""
+    steps = [sums.swapaxes(1, 2) for sums in pairs.to_queries(more_sums.swapaxes(1, 2), -jnp.inf)]
+    total = functools.reduce(jnp.logaddexp, steps, log_sums)
+
+    def share(sums: jax.Array) -> jax.Array:
+        return jnp.exp(sums - total).swapaxes(1, 2)[..., None]
+
+    addends = zip(pairs.to_queries(more), steps, strict=True)
+    return out * share(log_sums) + sum(each * share(sums) for each, sums in addends), total
+
+
+def _backward(context: Context, implementation: Implementation, kept: tuple, cotangent: jax.Array):
+    query, key, value, segments, out, log_sums = kept
+    of_own = context.mask(segments)
+    d_query, *own = backward(Block(True, implementation), query, key, value, out, log_sums, cotangent, of_own)
+    d_query, own = jax.tree.map(lambda x: x.astype(jnp.float32), (d_query, tuple(own)))
+    others = []
+    for source, (keys, values) in zip(context.sources(), context.arriving((key, value)), strict=True):
+        pairs = _Pairs(source < lax.axis_index(context.axis))
+        of_queries = [pairs.queries(query), pairs.queries(out), pairs.log_sums(log_sums), pairs.queries(cotangent)]
+        q, o, sums, d_out = of_queries
+        mask = context.mask(segments, pairs, source)
+        dq, dk, dv = backward(
+            Block(False, implementation), q, pairs.keys(keys), pairs.keys(values), o, sums, d_out, mask
+        )
+        d_query = d_query + sum(pairs.to_queries(dq))
+        others.append((pairs.to_keys(dk), pairs.to_keys(dv)))
+    d_key, d_value = context.sent_home(own, others)
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,102 @@
+"""The mesh of a train step. Each axis has a name, and the name says what the axis splits.
+
+pp   layers: the stages of a pipeline
+dp   the batch
+ep   the batch, and the experts
+cp   the sequence, also within attention (context parallelism)
+tp   heads, hidden layers and vocabulary; between blocks, also the sequence
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+AXES = ("pp", "dp", "ep", "cp", "tp")
+"""All axes, in the order of a mesh. Neighbouring devices form a `tp` group, so that the group stays inside a node."""
+ROWS = ("dp", "ep")
+"""The axes that split the rows of a batch."""
+TOKENS = ("dp", "ep", "cp")
+"""The axes whose devices compute different tokens. A mean over tokens is a mean over these axes, too."""
+
+
+def make_mesh(
+    dp: int,
+    tp: int,
+    devices: Sequence[Any] | None = None,
+    pp: int = 1,
+    ep: int | None = None,
+    cp: int = 1,
+) -> Mesh:
+    """A mesh of `dp` x `tp` devices. The other axes exist only if they are asked for: `ep` even if it is 1.
+
+    Raises:
+      ValueError: there are too few devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    asked = {"pp": pp if pp > 1 else None, "dp": dp, "ep": ep, "cp": cp if cp > 1 else None, "tp": tp}
+    axes = {name: size for name in AXES if (size := asked[name]) is not None}
+    size = math.prod(axes.values())
+    if size > len(devices):
+        text = " x ".join(f"{name} {extent}" for name, extent in axes.items())
+        raise ValueError(f"a mesh of {text} needs {size} devices, but there are {len(devices)}")
+    grid = np.array(devices[:size]).reshape(*axes.values())
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def check_axes(mesh: Mesh, allowed: tuple[str, ...] = AXES) -> None:
+    """Checks that `mesh` is a mesh of `make_mesh` whose axes are among `allowed`.
+
+    Raises:
+      ValueError: an axis is unknown or not Auto, the axes are in another order, or `dp` or `tp` is missing.
+    """
+    named = [axis for axis in allowed if axis in mesh.axis_names]
+    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    if not automatic or tuple(named) != tuple(mesh.axis_names) or not {"dp", "tp"} <= set(named):
+        more = "".join(f", {axis}={axis}" for axis in allowed if axis not in ("dp", "tp"))
+        raise ValueError(
+            f"the mesh must have the Auto axes 'dp' and 'tp'{_and_may(allowed)}, in this order: "
+            f"{', '.join(allowed)}; it is {mesh}; build it with make_mesh(dp, tp{more})"
+        )
+
+
+def _and_may(allowed: tuple[str, ...]) -> str:
+    more = [repr(axis) for axis in allowed if axis not in ("dp", "tp")]
+    return f", and may have {', '.join(more)}" if more else ""
+
+
+def present(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` that `mesh` has."""
+    return tuple(axis for axis in axes if axis in mesh.axis_names)
+
+
+def shards(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """The number of parts into which `axes` split a dimension. An axis that the mesh lacks splits nothing."""
+    return math.prod(mesh.shape[axis] for axis in present(mesh, axes))
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that split an array with this spec."""
+    return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None}
+
+
+def on_mesh(specs: Any, mesh: Mesh) -> Any:
+    """A tree of specs, without those axes that `mesh` lacks. An axis that a mesh lacks splits nothing."""
+
+    def kept(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return present(mesh, entry) or None
+        return entry if entry in mesh.axis_names else None
+
+    return jax.tree.map(lambda spec: spec_of(*map(kept, spec)), specs)
+
+
+def spec_of(*entries: Any) -> PartitionSpec:
+    """A spec without trailing Nones. With them, JAX would regard equal shardings as unequal."""
+    kept = list(entries)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return PartitionSpec(*kept)
