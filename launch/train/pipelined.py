@@ -109,7 +109,7 @@ def make_pipelined_step(
     """
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
-    check_mesh(config, mesh, microbatches, ends=ends)
+    check_mesh(config, mesh, microbatches, needed=(AXIS, "dp", "tp"), ends=ends)
     check_sharding(config, mesh, sharding)
     fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh, sends_beside)
     layout = fold.layout(config.layers)

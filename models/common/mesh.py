@@ -47,25 +47,30 @@ def make_mesh(
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def check_axes(mesh: Mesh, allowed: tuple[str, ...] = AXES) -> None:
-    """Checks that `mesh` is a mesh of `make_mesh` whose axes are among `allowed`.
+def check_axes(mesh: Mesh, allowed: tuple[str, ...] = AXES, needed: tuple[str, ...] = ("dp", "tp")) -> None:
+    """Checks that `mesh` is a mesh of `make_mesh` whose axes are among `allowed`, and that it has the axes `needed`.
 
     Raises:
-      ValueError: an axis is unknown or not Auto, the axes are in another order, or `dp` or `tp` is missing.
+      ValueError: an axis is missing, unknown or not Auto, or the axes are in another order.
     """
     named = [axis for axis in allowed if axis in mesh.axis_names]
     automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not automatic or tuple(named) != tuple(mesh.axis_names) or not {"dp", "tp"} <= set(named):
-        more = "".join(f", {axis}={axis}" for axis in allowed if axis not in ("dp", "tp"))
+    if not automatic or tuple(named) != tuple(mesh.axis_names) or not set(needed) <= set(named):
+        may = [axis for axis in allowed if axis not in needed]
+        more = f", and may have {_listed(may)}" if may else ""
+        build = ", ".join(
+            axis if axis in ("dp", "tp") else f"{axis}={axis}"
+            for axis in ("dp", "tp", *sorted({*needed} - {"dp", "tp"}))
+        )
         raise ValueError(
-            f"the mesh must have the Auto axes 'dp' and 'tp'{_and_may(allowed)}, in this order: "
-            f"{', '.join(allowed)}; it is {mesh}; build it with make_mesh(dp, tp{more})"
+            f"the mesh must have the Auto axes {_listed(needed)}{more}, in the order {', '.join(allowed)}; it is "
+            f"{mesh}; build it with make_mesh({build})"
         )
 
 
-def _and_may(allowed: tuple[str, ...]) -> str:
-    more = [repr(axis) for axis in allowed if axis not in ("dp", "tp")]
-    return f", and may have {', '.join(more)}" if more else ""
+def _listed(axes: Sequence[str]) -> str:
+    quoted = [repr(axis) for axis in axes]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
 
 
 def present(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -172,17 +172,19 @@ def check_mesh(
     mesh: Mesh,
     microbatches: int,
     allowed: tuple[str, ...] = AXES,
+    needed: tuple[str, ...] = ("dp", "tp"),
     ends: tuple[str, ...] = ("tp",),
 ) -> None:
     """Checks that all axes of `mesh` are among `allowed`, and that the model's sizes divide over them.
 
     Args:
+      needed: the axes that the mesh must have.
       ends: the mesh axes that split the vocabulary.
 
     Raises:
       ValueError: the mesh has other axes, or a size is no multiple of the number of shards.
     """
-    check_axes(mesh, allowed)
+    check_axes(mesh, allowed, needed)
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; give a number of at least 1")
     split = {"heads": ("tp",), "kv_heads": ("tp",), "ffn": ("tp",), "vocab": ends}

@@ -152,7 +152,7 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
         (["--process_id=0"], "has no effect without --distributed"),
         (["corpus.txt"], "'corpus.txt' is not a flag"),
-        (["--mesh=pp=2"], "give sizes of the axes dp and tp"),
+        (["--mesh=pp=2"], "give sizes of the axes dp, cp and tp"),
         (["--mesh=dp=4,tp=4"], "needs 16 devices, but there are 8; to try it out on N CPU devices, give --cpu_devices"),
         (["--mesh=dp=1,tp=8"], "kv_heads = 4 is not divisible by tp = 8"),
         (["--batch=6"], "a batch of 6 rows is not divisible by 2 micro-batches x dp 2; use a multiple of 4"),

@@ -63,6 +63,8 @@ def test_logits_losses_and_gradients_are_those_of_mixtral(stored: dict[str, np.n
     )
     gradients, metrics = take(params)
     assert float(metrics.pop("dropped")) == 0.0
+    routing = config.balance_weight * metrics["balance"] + config.z_weight * metrics["z"]
+    assert float(metrics.pop("loss")) == pytest.approx(float(metrics["cross_entropy"] + routing), rel=1e-6)
     assert_close(metrics, {name: stored[f"mixtral/{name}"] for name in metrics})
     assert_close(gradients, expected)
 
