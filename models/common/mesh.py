@@ -58,10 +58,8 @@ def check_axes(mesh: Mesh, allowed: tuple[str, ...] = AXES, needed: tuple[str, .
     if not automatic or tuple(named) != tuple(mesh.axis_names) or not set(needed) <= set(named):
         may = [axis for axis in allowed if axis not in needed]
         more = f", and may have {_listed(may)}" if may else ""
-        build = ", ".join(
-            axis if axis in ("dp", "tp") else f"{axis}={axis}"
-            for axis in ("dp", "tp", *sorted({*needed} - {"dp", "tp"}))
-        )
+        others = sorted(set(needed) - {"dp", "tp"})
+        build = ", ".join(["dp", "tp", *(f"{axis}={axis}" for axis in others)])
         raise ValueError(
             f"the mesh must have the Auto axes {_listed(needed)}{more}, in the order {', '.join(allowed)}; it is "
             f"{mesh}; build it with make_mesh({build})"

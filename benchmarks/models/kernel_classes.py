@@ -1,7 +1,7 @@
 """Where the time of a plain step with experts goes, by class of kernel, beside the least time that the hardware allows.
 
-    python benchmarks/experts/kernel_classes.py --unrolled --out DIR          # needs the GPUs of --ep x --tp x --dp
-    python benchmarks/experts/kernel_classes.py --unrolled --on_paper         # the bounds alone
+    python benchmarks/models/kernel_classes.py --unrolled --out DIR          # needs the GPUs of --ep x --tp x --dp
+    python benchmarks/models/kernel_classes.py --unrolled --on_paper         # the bounds alone
 
 The bound of a kernel is the time of its FLOPs at the GPU's peak rate, or of its bytes at the full bandwidth of memory
 or links. MFU counts only the FLOPs of the model. So the last table says which MFU the step would reach if all

@@ -1,6 +1,6 @@
 """Grouped products of tokamax against batched products over rows of fixed capacity, at the sizes of Phi-MoE's experts.
 
-    python benchmarks/experts/grouped_products.py --out DIR         # needs tokamax 0.0.17 and one Hopper GPU
+    python benchmarks/models/grouped_products.py --out DIR         # needs tokamax 0.0.17 and one Hopper GPU
 
 A batched product computes all rows of an expert, also the empty ones. A grouped product computes the rows that tokens
 take. Both multiply the same tokens here: a balanced load, and one whose largest expert has twice the mean.
