@@ -42,8 +42,9 @@ _MANUAL_IN_GSPMD = (
 )
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True interleave it anyway)"
 
-_SLOWER = 0.01
-"""The plain step runs if the interleaved step is predicted to take longer by more than this fraction.
+
+_USELESS = 1.0
+"""The plain step runs if the interleaved step's predicted time, relative to the plain step's, is at least this.
 
 Of the measured steps in one node with a predicted gain below 10 % (docs/results), none gained 1 % more than predicted.
 """
@@ -63,7 +64,7 @@ class Specialization:
       original: the lowered step before any pass.
       lowered: the step after the LOWERED passes; `original` if the step is left alone.
       left_alone: whether the plain step runs: because no pass changed anything, something failed, memory did not
-        suffice, or the interleaved step is predicted to be slower.
+        suffice, or the interleaved step is predicted to be no faster.
       verified: whether the step was compared with the plain step.
     """
 
@@ -302,7 +303,7 @@ class Specialization:
         self._compiled = plain
 
     def _keep_speed(self) -> None:
-        """Leaves the step alone if it is predicted to be slower than the plain step.
+        """Leaves the step alone unless it is predicted to be faster than the plain step.
 
         If the user insists (`StepOptions.insists`), the interleaved step runs all the same. Then the report says that
         no gain is predicted.
@@ -310,11 +311,11 @@ class Specialization:
         if self._options.insists or self._plain is None:
             return
         found = self._whole_report()
-        slower = found.gain is not None and found.gain.ratio > 1.0 + _SLOWER
-        if self._largest(int(slower), "compare the predicted times") and found.gain is not None:
+        useless = found.gain is not None and found.gain.ratio >= _USELESS
+        if self._largest(int(useless), "compare the predicted times") and found.gain is not None:
             self._compiled = None
             why = f"{found.gain.time()}; {guesses(found.gain.after)}"
-            self._leave_alone(f"two strands are slower: {why} (strict=True interleaves the step anyway)")
+            self._leave_alone(f"two strands are not faster: {why} (strict=True interleaves the step anyway)")
             self._slower = dataclasses.replace(found, left_alone=self._why)
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:

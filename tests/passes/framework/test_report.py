@@ -99,7 +99,7 @@ def test_the_headline_says_what_to_set_where_another_launch_setting_is_mostly_fa
 
 def test_the_headline_advises_a_constraint_where_the_strands_communicate_more() -> None:
     before, after = (dataclasses.replace(one, sent=sent) for one, sent in ((GAIN.before, 0.1), (GAIN.after, 0.2)))
-    said = rendered(dataclasses.replace(REPORT, gain=Gain(before, after), left_alone="two strands are slower"))
+    said = rendered(dataclasses.replace(REPORT, gain=Gain(before, after), left_alone="two strands are not faster"))
     assert "to try: `jax.lax.with_sharding_constraint`" in said and "100.0 ms -> 200.0 ms" in said
     assert "with_sharding_constraint" not in rendered(dataclasses.replace(REPORT, gain=GAIN))
 

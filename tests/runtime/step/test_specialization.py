@@ -86,16 +86,16 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
 
 
 @pytest.mark.deviceless
-def test_a_step_that_is_predicted_to_be_slower_runs_plain(
+def test_a_step_that_is_predicted_to_gain_nothing_runs_plain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(specialization, "_SLOWER", -1.0)
+    monkeypatch.setattr(specialization, "_USELESS", 0.0)
     step, arguments = small()
     found = step.report(*arguments)
     assert not is_interleaved(compiled(step, arguments)) and found.gain is not None
-    assert found.left_alone.startswith("two strands are slower: predicted step time")
+    assert found.left_alone.startswith("two strands are not faster: predicted step time")
     assert found["strand-duplication"].outcome == CHANGED  # the report still shows what was tried
-    assert [r for r in caplog.records if "runs as it is: two strands are slower" in r.getMessage()]
+    assert [r for r in caplog.records if "runs as it is: two strands are not faster" in r.getMessage()]
     assert StepOptions(strict=True).insists and StepOptions(plan=FOREIGN).insists and not StepOptions().insists
 
 
