@@ -16,7 +16,7 @@ Why it is legal: a weight gradient depends on nothing behind the operator that i
 Cost: orders that are slower; that is what the ladder measures.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.buffers import Memory
@@ -63,10 +63,21 @@ class PinnedWeightGradients:
             for operator in body.operators:
                 if operator.number not in floating:
                     order += [operator.number, *behind.get(operator.number, ())]
-            module.schedule[computation] = body.sequence(order)
+            needs = {operator.number: operator.needs for operator in body.operators}
+            module.schedule[computation] = body.sequence(_after_needs(order, needs))
         if pinned:
             context.note("weight gradients run where they become ready", operators=pinned)
         return pinned > 0
+
+
+def _after_needs(order: Sequence[int], needs: Mapping[int, Collection[int]]) -> list[int]:
+    """`order`, where an operator that needs a later one comes directly behind it. Strands can share a buffer."""
+    waiting, placed = list(order), []
+    while waiting:
+        ready = next(number for number in waiting if set(needs[number]) <= set(placed))
+        waiting.remove(ready)
+        placed.append(ready)
+    return placed
 
 
 def _pinned_order(strand: Strand) -> Iterator[tuple[Operator, int | None]]:
