@@ -1,4 +1,4 @@
-"""The layers of Llama 3 as functions on arrays.
+"""What the layers of all decoders share, as functions on arrays: the embedding, attention, and the loop over layers.
 
 `x` is the residual stream `[batch, seq / tp, hidden]`, which is sequence-parallel between blocks. A block (attention or
 feed-forward) gathers the sequence. It multiplies the sequence with this device's shard of the heads or of the hidden
@@ -7,7 +7,6 @@ and the reduce-scatter do nothing, and the same code computes the whole model.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.parallel import GATHERED, Parallel, vocab_position
-from dhelix.models.llama.llama_config import LlamaConfig
 
 Rotation = tuple[jax.Array, jax.Array]
 Layer = Callable[[Any, Mapping[str, jax.Array]], Any]
@@ -29,29 +27,13 @@ Layer = Callable[[Any, Mapping[str, jax.Array]], Any]
 recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`x` divided by its root mean square, which is computed in float32, and multiplied by `weight [hidden]`."""
-
-    def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-        return (wide * scale).astype(x.dtype) * weight
-
-    return recomputed(normalise)(x, weight)
+def rope_frequencies(theta: float, size: int) -> jax.Array:
+    """The angle per position of each pair of a rotary embedding of `size` elements, float32 `[size / 2]`."""
+    return theta ** -(jnp.arange(0, size, 2, dtype=jnp.float32) / size)
 
 
-def rotation(config: LlamaConfig, positions: jax.Array) -> Rotation:
-    """The cosines and sines of the rotary embedding at `positions [seq]`, float32 `[seq, 1, head_dim / 2]` each.
-
-    If `rope_factor` is above 1, Llama 3.1's rule applies. Wavelengths above 8192 tokens, the sequence length of Llama
-    3's training, are stretched by the factor. Wavelengths below a quarter of 8192 do not change, and wavelengths
-    between both limits are stretched by less than the factor.
-    """
-    frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    if config.rope_factor != 1.0:
-        turns = 8192 * frequency / (2 * math.pi)
-        keep = jnp.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-        frequency = frequency * (keep + (1.0 - keep) / config.rope_factor)
+def turned(positions: jax.Array, frequency: jax.Array) -> Rotation:
+    """The cosines and sines of a rotary embedding at `positions [seq]`, float32 `[seq, 1, pairs]` each."""
     angle = positions.astype(jnp.float32)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -79,19 +61,6 @@ def resolve_attention(config: DecoderConfig, platform: str) -> Literal["xla", "c
     return "cudnn" if platform in ("gpu", "cuda") and half and fits else "xla"
 
 
-def query_key_value(
-    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of this device's heads, `[batch, seq, heads or kv_heads, head_dim]`.
-
-    The input `x [batch, seq / tp, hidden]` is normalised first. Query and key have the rotary embedding `by`.
-    """
-    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
-    projections = [weights[name] for name in ("wq", "wk", "wv")]
-    products = parallel.gather_matmul("bsh,hnd->bsnd", h, projections)
-    return rotate(next(products), by), rotate(next(products), by), next(products)
-
-
 def causal_attention(
     config: DecoderConfig,
     parallel: Parallel,
@@ -99,6 +68,7 @@ def causal_attention(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query self-attention with a causal mask, `[batch, seq / cp, heads, head_dim]`.
 
@@ -106,62 +76,14 @@ def causal_attention(
       query, key, value: of this device's tokens and heads, `[batch, seq / cp, heads or kv_heads, head_dim]`.
       segments: int32 `[batch, seq]`, of whole rows. A token attends only to tokens of its own segment. None: each row
         is one segment.
+      bias: addends to the scores, `[1, heads, seq, seq]`. None: no addends. With context parallelism, it must be None.
     """
     implementation = resolve_attention(config, jax.default_backend())
     if parallel.context is not None:
+        assert bias is None, "the blocks of context parallelism take no bias; check_sharding refuses it"
         return parallel.context.attention(query, key, value, segments, implementation)
     mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation=implementation)
-
-
-def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
-    """The output projection of `out [batch, seq, heads, head_dim]`, which is the output of this device's heads.
-
-    Returns:
-      The addend to the residual stream, `[batch, seq / tp, hidden]`.
-    """
-    out = parallel.split_features(out)
-    return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
-
-
-def attention_block(
-    config: LlamaConfig,
-    parallel: Parallel,
-    weights: Mapping[str, jax.Array],
-    x: jax.Array,
-    by: Rotation,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """Attention with this device's heads: the addend to the residual stream `x [batch, seq / tp, hidden]`."""
-    query, key, value = query_key_value(config, parallel, weights, x, by)
-    return attention_output(parallel, weights, causal_attention(config, parallel, query, key, value, segments))
-
-
-def feed_forward_block(
-    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
-) -> jax.Array:
-    """SwiGLU with this device's columns of the hidden layer: the addend to `x [batch, seq / tp, hidden]`."""
-    h = rms_norm(x, weights["ffn_norm"], config.norm_eps)
-    gate, up = parallel.gather_matmul("bsh,hf->bsf", h, [weights["w_gate"], weights["w_up"]])
-
-    @recomputed
-    def down(gate: jax.Array, up: jax.Array, w_down: jax.Array) -> jax.Array:
-        return parallel.row_matmul("bsf,fh->bsh", jax.nn.silu(gate) * up, w_down)
-
-    return parallel.scatter_product(down(gate, up, weights["w_down"]))
-
-
-def decoder_layer(
-    config: LlamaConfig,
-    parallel: Parallel,
-    weights: Mapping[str, jax.Array],
-    x: jax.Array,
-    by: Rotation,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """The residual stream after one layer. Attention, and then feed-forward, are added to the residual stream."""
-    x = x + attention_block(config, parallel, weights, x, by, segments)
-    return x + feed_forward_block(config, parallel, weights, x)
+    return jax.nn.dot_product_attention(query, key, value, bias, mask, is_causal=True, implementation=implementation)
 
 
 def through_layers(config: DecoderConfig, layer: Layer, state: Any, layers: Any, gathers: bool = False) -> Any:
@@ -189,12 +111,32 @@ def through_layers(config: DecoderConfig, layer: Layer, state: Any, layers: Any,
     return state
 
 
-def embed(config: DecoderConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The residual stream for `tokens [batch, seq]`, from this device's shard `table [vocab / tp, hidden]`.
+def embed(
+    config: DecoderConfig,
+    parallel: Parallel,
+    table: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+) -> jax.Array:
+    """The residual stream for `tokens [batch, seq / cp]`, from this device's shard `table [vocab / tp, hidden]`.
 
     Each device looks up the rows that it holds, and takes zeros for all other rows. The results are then summed.
+
+    Args:
+      positions: this device's shard of a table of learned positions, `[positions / tp, hidden]`. The rows of the
+        tokens' positions are added. None: nothing is added.
     """
     ends = parallel.ends
-    position = vocab_position(ends, tokens, table.shape[0])
-    rows = table.at[position].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    rows = _rows(ends, table, tokens)
+    if positions is not None and ends.holds_shards:
+        rows = rows + _rows(ends, positions, parallel.positions(tokens.shape[1]))
+    elif positions is not None:
+        # With a look-up in place of this slice, XLA's partitioner would abort in a pipeline.
+        rows = rows + positions[: tokens.shape[1]]
     return ends.to_layers(ends.scatter_rows(rows.astype(config.dtype)))
+
+
+def _rows(ends: Parallel, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows `ids` of a table, of which this device has the shard `table`. Rows of other shards are zeros."""
+    position = vocab_position(ends, ids, table.shape[0])
+    return table.at[position].get(mode="fill", fill_value=0, wrap_negative_indices=False)

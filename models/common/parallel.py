@@ -157,8 +157,13 @@ class Parallel:
         """The maximum of `x` over the shards of the vocabulary."""
         return x
 
+    @property
+    def holds_shards(self) -> bool:
+        """Whether weights are this device's shards. Otherwise they are whole, in the view of the model's code."""
+        return False
+
     def shard_index(self) -> jax.Array | int:
-        """The index of the vocabulary shard that this device holds."""
+        """The index of the shard that this device holds, of the vocabulary or of the heads."""
         return 0
 
     @property
@@ -270,6 +275,10 @@ class ManualParallel(Parallel):
 
     def max(self, x: jax.Array) -> jax.Array:
         return lax.pmax(x, self.axis)
+
+    @property
+    def holds_shards(self) -> bool:
+        return True
 
     def shard_index(self) -> jax.Array:
         return lax.axis_index(self.axis)

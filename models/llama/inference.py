@@ -24,15 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dhelix.models.common.layers import (
-    attention_output,
-    causal_attention,
-    embed,
-    feed_forward_block,
-    query_key_value,
-    rotation,
-)
+from dhelix.models.common.layers import causal_attention, embed
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.llama.layers import attention_output, feed_forward_block, query_key_value, rotation
 from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.models.llama.model import Params, project
 

@@ -9,7 +9,6 @@ Parameters are nested dicts of arrays:
 With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +18,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from dhelix.models.common.cross_entropy import mean_loss
-from dhelix.models.common.layers import decoder_layer, embed, rms_norm, rotation, through_layers
-from dhelix.models.common.mesh import spec_of
+from dhelix.models.common.layers import embed, through_layers
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.common.parameters import as_configured, cast_params, initial_layers, layer_specs, normal
 from dhelix.models.common.training import Metrics, Params
+from dhelix.models.llama.layers import decoder_layer, rms_norm, rotation
 from dhelix.models.llama.llama_config import LlamaConfig
 
 METRICS = ("loss",)
@@ -53,14 +53,7 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
     Raises:
       ValueError: `pipeline` is given, but `config.scan_layers` is off.
     """
-    if pipeline is not None and not config.scan_layers:
-        raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
-    if pipeline is not None:
-        layers: Any = {name: spec_of(pipeline, None, *spec) for name, spec in _LAYER_SPECS.items()}
-    elif config.scan_layers:
-        layers = {name: spec_of(None, *spec) for name, spec in _LAYER_SPECS.items()}
-    else:
-        layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
+    layers = layer_specs(config, _LAYER_SPECS, pipeline)
     vocabulary = ("tp", pipeline) if pipeline is not None and shared_ends else "tp"
     specs = {"embedding": PartitionSpec(vocabulary), "layers": layers, "final_norm": PartitionSpec()}
     if not config.tie_embeddings:
@@ -85,50 +78,19 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_params(config: LlamaConfig, key: jax.Array) -> Params:
-    """Initial parameters in `param_dtype`. The values depend neither on the sharding nor on `scan_layers`.
+    """Initial parameters in `param_dtype` (`initial_layers`). Embedding and head have standard deviation 0.02.
 
-    Weights are normally distributed with standard deviation 0.02. For `wo` and `w_down`, the standard deviation is 0.02
-    / sqrt(2 L). Norms are ones.
+    The values depend neither on the sharding nor on `scan_layers`.
     """
-    dtype = jnp.dtype(config.param_dtype)
-
-    def normal(key: jax.Array, shape: tuple[int, ...], deviation: float = 0.02) -> jax.Array:
-        return (deviation * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
     embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + len(_LAYER_SPECS))
-    stacked: dict[str, jax.Array] = {}
-    for (name, shape), layer_key in zip(_layer_shapes(config).items(), layer_keys, strict=True):
-        if name.endswith("norm"):
-            stacked[name] = jnp.ones((config.layers, *shape), dtype)
-        else:
-            joins = name in ("wo", "w_down")
-            stacked[name] = normal(
-                layer_key, (config.layers, *shape), 0.02 / math.sqrt(2 * config.layers) if joins else 0.02
-            )
     params = {
-        "embedding": normal(embedding_key, (config.vocab, config.hidden)),
-        "layers": as_configured(config, stacked),
-        "final_norm": jnp.ones((config.hidden,), dtype),
+        "embedding": normal(config, embedding_key, (config.vocab, config.hidden)),
+        "layers": as_configured(config, initial_layers(config, layer_keys, _layer_shapes(config))),
+        "final_norm": jnp.ones((config.hidden,), config.param_dtype),
     }
     if not config.tie_embeddings:
-        params["head"] = normal(head_key, (config.hidden, config.vocab))
+        params["head"] = normal(config, head_key, (config.hidden, config.vocab))
     return params
-
-
-def as_configured(config: LlamaConfig, stacked: dict[str, jax.Array]) -> Any:
-    """The stacked weights of all layers. Without `scan_layers`, they become a list with one dict per layer."""
-    if config.scan_layers:
-        return stacked
-    return [{name: weight[i] for name, weight in stacked.items()} for i in range(config.layers)]
-
-
-def cast_params(config: LlamaConfig, params: Params) -> Params:
-    """The parameters in the compute `dtype`.
-
-    Call this function once per step, before the loops. If a loop casts the parameters of each layer, the results are
-    kept for the backward pass, which needs memory for a second copy of the model.
-    """
-    return jax.tree.map(lambda weight: weight.astype(config.dtype), params)
 
 
 def trainable(config: LlamaConfig, params: Params, parallel: Parallel) -> Params:

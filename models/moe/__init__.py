@@ -5,5 +5,4 @@ routing.py      which expert computes which token; the load-balancing losses
 dispatch.py     moves tokens to their experts' rows and back, with gathers in both directions
 experts.py      the layer: route, exchange, multiply, exchange, combine
 model.py        parameters, their shardings, forward pass and loss
-train_step.py   the train step over a mesh of dp x ep x tp devices
 """

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.common.layers import recomputed, rms_norm
+from dhelix.models.common.layers import recomputed
 from dhelix.models.common.parallel import Parallel
+from dhelix.models.llama.layers import rms_norm
 from dhelix.models.moe.dispatch import combine, dispatch
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.routing import route

@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dhelix.models.common.cross_entropy import mean_loss
-from dhelix.models.common.layers import attention_block, embed, rotation, through_layers
+from dhelix.models.common.layers import embed, through_layers
 from dhelix.models.common.mesh import spec_of
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
+from dhelix.models.common.parameters import as_configured, cast_params, normal
 from dhelix.models.common.training import Metrics, Params
 from dhelix.models.llama import model as llama
+from dhelix.models.llama.layers import attention_block, rotation
 from dhelix.models.moe.experts import AUXILIARY, experts_block
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.wide_gradients import Wide, widen
@@ -84,18 +86,17 @@ def init_params(config: MoeConfig, key: jax.Array) -> Params:
         shapes.items(), jax.random.split(jax.random.fold_in(key, 1), len(shapes)), strict=True
     ):
         deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith("down") else 0.02
-        drawn = deviation * jax.random.normal(one, (config.layers, *shape), jnp.float32)
-        layers[name] = drawn.astype(config.param_dtype)
-    return params | {"layers": llama.as_configured(config, layers)}
+        layers[name] = normal(config, one, (config.layers, *shape), deviation)
+    return params | {"layers": as_configured(config, layers)}
 
 
 def trainable(config: MoeConfig, params: Params, parallel: Parallel) -> Params:
-    """The parameters that a step differentiates: `llama.cast_params`, with `wide_gradients` for unrolled layers.
+    """The parameters that a step differentiates: `cast_params`, with `wide_gradients` for unrolled layers.
 
     With stacked layers, wide gradients would double the stacks that the loop over layers fills. With FSDP, they would
     double the volume of reduce-scatters.
     """
-    params = llama.cast_params(config, params)
+    params = cast_params(config, params)
     if config.scan_layers or parallel.gathers_weights:
         return params
 
