@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dhelix.models.common.mesh import make_mesh
     from dhelix.models.common.training import Training, TrainState
+    from dhelix.models.gpt.gpt_config import GptConfig
     from dhelix.models.llama.llama_config import LlamaConfig
     from dhelix.models.llama.model import Llama
     from dhelix.models.moe.moe_config import MoeConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "GptConfig",
     "Llama",
     "LlamaConfig",
     "MoeConfig",
@@ -30,6 +32,7 @@ __all__ = [
 _HOMES = {
     "PRESETS": "presets",
     "preset": "presets",
+    "GptConfig": "gpt.gpt_config",
     "LlamaConfig": "llama.llama_config",
     "MoeConfig": "moe.moe_config",
     "Llama": "llama.model",

@@ -7,6 +7,8 @@ import jax
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.parallel import Parallel
 from dhelix.models.common.training import Metrics, Params
+from dhelix.models.gpt import model as gpt
+from dhelix.models.gpt.gpt_config import GptConfig
 from dhelix.models.llama import model as llama
 from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.models.moe import model as moe
@@ -59,7 +61,7 @@ def family_of(config: DecoderConfig) -> Family:
     Raises:
       TypeError: no family has such a configuration.
     """
-    families: tuple[tuple[type, Family], ...] = ((MoeConfig, moe), (LlamaConfig, llama))
+    families: tuple[tuple[type, Family], ...] = ((MoeConfig, moe), (LlamaConfig, llama), (GptConfig, gpt))
     for kind, family in families:
         if isinstance(config, kind):
             return family

@@ -4,13 +4,15 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
-from dhelix.models.llama.llama_config import LLAMA_PRESETS, LlamaConfig
+from dhelix.models.common.decoder_config import DecoderConfig
+from dhelix.models.gpt.gpt_config import GPT_PRESETS
+from dhelix.models.llama.llama_config import LLAMA_PRESETS
 from dhelix.models.moe.moe_config import MOE_PRESETS
 
-PRESETS: MappingProxyType[str, LlamaConfig] = MappingProxyType({**LLAMA_PRESETS, **MOE_PRESETS})
+PRESETS: MappingProxyType[str, DecoderConfig] = MappingProxyType({**LLAMA_PRESETS, **MOE_PRESETS, **GPT_PRESETS})
 
 
-def preset(name: str, layers: int | None = None, **overrides: Any) -> LlamaConfig:
+def preset(name: str, layers: int | None = None, **overrides: Any) -> DecoderConfig:
     """The preset `name`, with its number of layers or any other field of its configuration replaced.
 
     Raises:

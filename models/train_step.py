@@ -39,6 +39,7 @@ from dhelix.models.common.training import (
     row_spec,
 )
 from dhelix.models.families import Family, family_of
+from dhelix.models.gpt.gpt_config import GptConfig
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.wide_gradients import gradients_of
 
@@ -103,6 +104,8 @@ def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str) -> None:
     if sharding == "auto" and _needs_hand(config, mesh):
         what = "experts" if isinstance(config, MoeConfig) else "context parallelism"
         raise ValueError(f"sharding='auto' is not supported for {what}; use 'shard_map' or 'fsdp'")
+    if isinstance(config, GptConfig) and config.positions == "alibi" and "cp" in mesh.axis_names:
+        raise ValueError("positions='alibi' is not supported with context parallelism; leave cp out of the mesh")
     ep = shards(mesh, ("ep",))
     if not isinstance(config, MoeConfig) and ep > 1:
         raise ValueError(f"the mesh has ep = {ep}, but the model has no experts; leave ep out")

@@ -25,7 +25,16 @@ from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.options import Options
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.models import MoeConfig, Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.models import (
+    GptConfig,
+    LlamaConfig,
+    MoeConfig,
+    Training,
+    TrainState,
+    make_mesh,
+    make_train_step,
+    preset,
+)
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.report import Report
 from dhelix.profiles import hardware
@@ -33,12 +42,17 @@ from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 
-# A checkpoint's arrays and their meaning depend on these fields. Other fields may change when a run resumes.
-_MODEL_FIELDS = (
-    "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_factor",
-    "norm_eps", "tie_embeddings", "param_dtype", "scan_layers",
-)  # fmt: skip
-_EXPERT_FIELDS = ("experts", "chosen", "shared", "normalise")
+# A checkpoint's arrays and their meaning depend on these fields. Other fields may change when a run resumes. A
+# configuration has the fields of all its types, and `sizes_of_ends`.
+_MODEL_FIELDS = {
+    DecoderConfig: (
+        "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm_eps", "tie_embeddings", "param_dtype",
+        "scan_layers",
+    ),
+    LlamaConfig: ("rope_theta", "rope_factor"),
+    MoeConfig: ("experts", "chosen", "shared", "normalise"),
+    GptConfig: ("positions", "rotary_dim", "rope_theta", "bias", "head_bias", "parallel_block", "activation"),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,8 +348,8 @@ def _said(options: Options) -> dict[str, Any]:
 def identity(run: Run) -> dict[str, Any]:
     """The part of the configuration that must be equal in a checkpoint and in the run that resumes from it."""
     config = run.training.config
-    fields = (*_MODEL_FIELDS, *(_EXPERT_FIELDS if isinstance(config, MoeConfig) else ()))
-    return {"model": {name: getattr(config, name) for name in fields}}
+    fields = [name for kind, names in _MODEL_FIELDS.items() if isinstance(config, kind) for name in names]
+    return {"model": {name: getattr(config, name) for name in (*config.sizes_of_ends, *fields)}}
 
 
 def notes(run: Run) -> dict[str, Any]:

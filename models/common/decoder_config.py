@@ -54,6 +54,11 @@ class DecoderConfig(abc.ABC):
             )
 
     @property
+    def sizes_of_ends(self) -> tuple[str, ...]:
+        """The names of the sizes that the devices of the ends split: those of the tables of embedding and head."""
+        return ("vocab",)
+
+    @property
     @abc.abstractmethod
     def parameter_count(self) -> int:
         """The number of parameters of the whole model. A tied embedding counts once."""

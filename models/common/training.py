@@ -179,7 +179,7 @@ def check_mesh(
 
     Args:
       needed: the axes that the mesh must have.
-      ends: the mesh axes that split the vocabulary.
+      ends: the mesh axes that split embedding and head.
 
     Raises:
       ValueError: the mesh has other axes, or a size is no multiple of the number of shards.
@@ -187,7 +187,7 @@ def check_mesh(
     check_axes(mesh, allowed, needed)
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; give a number of at least 1")
-    split = {"heads": ("tp",), "kv_heads": ("tp",), "ffn": ("tp",), "vocab": ends}
+    split = {"heads": ("tp",), "kv_heads": ("tp",), "ffn": ("tp",)} | dict.fromkeys(config.sizes_of_ends, ends)
     for name, axes in split.items():
         if getattr(config, name) % shards(mesh, axes):
             axis = " x ".join(axes)

@@ -1,5 +1,6 @@
 """Presets: sizes, parameter counts, overrides, and errors for wrong values."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,14 +14,21 @@ from dhelix.models.llama.model import init_params
 @pytest.mark.parametrize("name", LLAMA_PRESETS)
 @pytest.mark.parametrize("overrides", [{}, {"tie_embeddings": True}, {"scan_layers": False, "layers": 3}])
 def test_parameter_count_is_that_of_the_arrays(name: str, overrides: dict[str, Any]) -> None:
-    config = preset(name, **overrides)
+    config = dataclasses.replace(LLAMA_PRESETS[name], **overrides)
     params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
     assert config.parameter_count == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-3.1-405b", 405.85)],
+    [
+        ("llama-7b", 6.74),
+        ("llama-13b", 13.02),
+        ("llama-30b", 27.57),
+        ("llama-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("llama-3.1-405b", 405.85),
+    ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
     assert round(preset(name).parameter_count / 1e9, 2) == billions
