@@ -29,7 +29,8 @@ from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.shown.progress import say
 from dhelix.launch.train import trainer
 from dhelix.launch.train.command import summary
-from dhelix.models import LlamaConfig, Training, make_train_step, preset
+from dhelix.models import Training, make_train_step, preset
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.report import Report
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.compiler.lowering import compiled_module
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def demonstrate(
-    options: trainer.Options, config: LlamaConfig, microbatches: int, output: Path, console: Console
+    options: trainer.Options, config: DecoderConfig, microbatches: int, output: Path, console: Console
 ) -> dict[str, Any]:
     """Runs both parts of the demo.
 

@@ -77,6 +77,8 @@ def main() -> None:
     try:
         tp = arguments.tp or len(jax.devices())
         config = preset(arguments.preset, arguments.layers)
+        if not isinstance(config, LlamaConfig):
+            raise DhelixError(f"{arguments.preset} is no Llama, and only Llama has inference; use a preset of Llama")
         print(tables([measure(config, tp, arguments)]))
     except (DhelixError, ValueError) as error:
         sys.exit(str(error))

@@ -25,7 +25,8 @@ import optax
 
 from dhelix.benchmarks.strands.variants import OURS, XLA, Setting
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
+from dhelix.models import Training, make_mesh, make_train_step
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.manager import Stage
 from dhelix.passes.pipeline_fold import LOCKSTEP
 from dhelix.runtime.step.options import StepOptions
@@ -115,7 +116,7 @@ NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
 
 
 def training_of(
-    variant: Variant, config: LlamaConfig, stages: int, tp: int, microbatches: int, devices: Any, dp: int = 1
+    variant: Variant, config: DecoderConfig, stages: int, tp: int, microbatches: int, devices: Any, dp: int = 1
 ) -> Training:
     """The train step on stages x dp x tp GPUs. Without a pipeline, it has the variant's dp, and tp takes the rest.
 

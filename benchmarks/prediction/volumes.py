@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from dhelix.models import LlamaConfig, preset
+from dhelix.models import preset
+from dhelix.models.common.decoder_config import DecoderConfig
 
 BYTES = 2  # bfloat16
 
@@ -49,7 +50,7 @@ TABLE_1 = {
 """The columns, by their name in `profiles.papers.published`. Sequences and batches are those of the Llama 3 report."""
 
 
-def volumes(config: LlamaConfig, mesh: Parallelism, as_printed: bool = False) -> dict[str, float]:
+def volumes(config: DecoderConfig, mesh: Parallelism, as_printed: bool = False) -> dict[str, float]:
     """Bytes that a GPU sends in one step, by kind of parallelism.
 
     Args:

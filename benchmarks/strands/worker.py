@@ -35,8 +35,8 @@ from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
 from dhelix.models import MoeConfig, Training, preset
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.mesh import make_mesh
-from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.models.train_step import make_train_step
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.timeline import simulate_module
@@ -312,7 +312,7 @@ def rows(options: Namespace) -> int:
     return options.dp * max(options.ep, 1) * options.microbatches
 
 
-def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
+def narrowed[Config: DecoderConfig](config: Config, tp: int, shards: int) -> Config:
     """Narrows `config` so that each of `tp` GPUs has the heads, FFN and vocabulary of one of `shards` GPUs.
 
     Raises:

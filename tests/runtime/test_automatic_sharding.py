@@ -6,6 +6,7 @@ as the body of a `shard_map` over CPU devices.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dhelix.models import preset
 from dhelix.models.common.parallel import AutoParallel
 from dhelix.models.llama import model as llama
-from dhelix.models.llama.llama_config import LlamaConfig
+from dhelix.models.llama.llama_config import LLAMA_PRESETS
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import deviceless
@@ -70,7 +70,7 @@ def of_step(whole: bool) -> bytes:
 
 def of_llama() -> bytes:
     mesh = deviceless.mesh(AXES)
-    config: LlamaConfig = preset("llama-demo", 2)
+    config = dataclasses.replace(LLAMA_PRESETS["llama-demo"], layers=2)
 
     def abstract(value: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))

@@ -15,6 +15,7 @@ from dhelix.benchmarks.inference.programs import Case, config_for, lowered
 from dhelix.benchmarks.inference.results import BOUND, TILE_WISE, XLA, CaseResult, Run, read, tables
 from dhelix.errors import DhelixError
 from dhelix.models import preset
+from dhelix.models.llama.llama_config import LLAMA_PRESETS
 from dhelix.profiles.profile import Provenance
 from dhelix.runtime.compiler import deviceless
 
@@ -29,7 +30,8 @@ def arguments(out: Path, *flags: str) -> Any:
 
 def measured(out: Path, *flags: str) -> Run:
     given = arguments(out, *flags)
-    return inference.measure(preset(given.preset, given.layers, vocab=8), given.tp, given)
+    config: Any = preset(given.preset, given.layers, vocab=8)
+    return inference.measure(config, given.tp, given)
 
 
 def case_result(**ms: float) -> CaseResult:
@@ -96,7 +98,7 @@ def test_a_budget_drops_what_no_longer_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [Case("prefill", 1, 1024), Case("decode", 64, 4096)])
 def test_on_gpus_neither_weights_nor_caches_are_copied(case: Case) -> None:
     mesh = deviceless.mesh({"dp": 1, "tp": 4})
-    config = config_for(preset("llama-3.1-70b", 1, vocab=8), mesh)
+    config = config_for(dataclasses.replace(LLAMA_PRESETS["llama-3.1-70b"], layers=1, vocab=8), mesh)
     assert config.attention == "cudnn"
     weights = 2 * (config.hidden * (2 * 64 + 2 * 8) * 128 + 3 * config.hidden * config.ffn) // 4
     for variant in (XLA, BOUND, "hybrid:2", "ring", TILE_WISE):
@@ -111,7 +113,7 @@ def test_on_gpus_neither_weights_nor_caches_are_copied(case: Case) -> None:
 
 
 def test_mistakes_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags in (["--preset", "llama-9b"], ["--tp", "99"], ["--layers", "0"]):
+    for flags in (["--preset", "llama-9b"], ["--preset", "gpt-demo"], ["--tp", "99"], ["--layers", "0"]):
         monkeypatch.setattr(sys, "argv", ["inference.py", *TINY, *flags])
         with pytest.raises(SystemExit) as raised:
             inference.main()
@@ -122,6 +124,6 @@ def test_calls_of_a_turn_and_what_may_differ() -> None:
     assert (
         inference.calls(0.03, 100.0) == 4 and inference.calls(1.0, 100.0) == 2 and inference.calls(1e-5, 100.0) == 100
     )
-    config = dataclasses.replace(preset("llama-8b"), layers=8)
+    config = dataclasses.replace(LLAMA_PRESETS["llama-8b"], layers=8)
     assert inference.tolerance(config, 2) == pytest.approx(3 * 2**-8 * 4)
     assert jax.devices()[0].platform == "cpu" and config_for(config, inference.make_mesh(1, 2)).attention == "xla"

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.models import LlamaConfig, Training, make_train_step, preset
+from dhelix.models import Training, make_train_step, preset
 from dhelix.passes.framework import manager, units
 from dhelix.passes.framework.report import CHANGED, REFUSED
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
@@ -23,7 +23,7 @@ from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.step.target import Target
 from dhelix.tests.runtime import steps
 
-CONFIG: LlamaConfig = preset(
+CONFIG = preset(
     "llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048
 )  # a reduce-scatter has 4 MiB, which is enough to decompose it
 FOREIGN = Plan(
