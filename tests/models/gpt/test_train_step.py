@@ -150,7 +150,7 @@ def test_tables_of_words_and_positions_are_split_and_the_biases_of_rows_are_not(
         (GPT, {"tp": 2, "ep": 2}, "the model has no experts; leave ep out"),
     ],
 )
-def test_what_does_not_fit_is_one_error(config: GptConfig, mesh: dict[str, int], says: str) -> None:
+def test_what_does_not_fit_is_one_error(config: GptConfig, mesh: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make_train_step(config, make_mesh(1, **mesh), optax.sgd(0.1), MICROBATCHES)
 
