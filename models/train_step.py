@@ -93,8 +93,11 @@ def _needs_hand(config: DecoderConfig, mesh: Mesh) -> bool:
     return isinstance(config, MoeConfig) or "cp" in mesh.axis_names
 
 
-def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str) -> None:
+def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str, instead: str = "'shard_map' or 'fsdp'") -> None:
     """Checks that `sharding` supports the model and the mesh, and that the experts divide over the mesh.
+
+    Args:
+      instead: what the step supports in place of "auto", for the message.
 
     Raises:
       ValueError: it does not, or they do not.
@@ -103,7 +106,7 @@ def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str) -> None:
         raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map', 'auto' or 'fsdp'")
     if sharding == "auto" and _needs_hand(config, mesh):
         what = "experts" if isinstance(config, MoeConfig) else "context parallelism"
-        raise ValueError(f"sharding='auto' is not supported for {what}; use 'shard_map' or 'fsdp'")
+        raise ValueError(f"sharding='auto' is not supported for {what}; use {instead}")
     if isinstance(config, GptConfig) and config.positions == "alibi" and "cp" in mesh.axis_names:
         raise ValueError("positions='alibi' is not supported with context parallelism; leave cp out of the mesh")
     ep = shards(mesh, ("ep",))

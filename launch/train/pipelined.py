@@ -19,7 +19,7 @@ Shared ends give all stages equal work, but all stages must compute an end toget
 of its stages go forward while others go backward (docs/design/pipelines.md). Own ends are stored on every stage,
 because all stages run one program.
 
-With `sharding="shard_map"`, one `shard_map` covers pp, dp and tp. `value_and_grad` returns the gradients of the
+With `sharding="shard_map"`, one `shard_map` covers all axes. `value_and_grad` returns the gradients of the
 device's own work. Once per step, the gradients of a parameter are summed over the axes over which the parameter is
 replicated.
 
@@ -95,10 +95,9 @@ def make_pipelined_step(
         (`folded_state`).
       schedule: schedule of the pipeline; it decides which layers are on which stage (see `Fold`).
       chunks_per_stage, sends_beside: see `Fold`.
-      sharding: whether collectives of dp and tp are written by hand or made by XLA's partitioner.
+      sharding: whether collectives are written by hand ("shard_map") or made by XLA's partitioner ("auto").
       shared_ends: whether embedding and head are also split over `pp`. Default: yes for lockstep schedules ("w",
         "interleaved_si") with "shard_map", else no.
-
       context: how devices of a `cp` group exchange keys and values.
 
     Raises:
@@ -110,7 +109,7 @@ def make_pipelined_step(
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
     check_mesh(config, mesh, microbatches, needed=(AXIS, "dp", "tp"), ends=ends)
-    check_sharding(config, mesh, sharding)
+    check_sharding(config, mesh, sharding, instead="'shard_map'")
     fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh, sends_beside)
     layout = fold.layout(config.layers)
     if isinstance(config, MoeConfig) and config.layers % (fold.places * fold.stages):

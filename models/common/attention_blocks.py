@@ -21,8 +21,11 @@ import jax
 import jax.numpy as jnp
 
 Implementation = Literal["xla", "cudnn"]
-MASKED = -0.7 * float(jnp.finfo(jnp.bfloat16).max)
-"""The score of a masked key. It is finite, so that a query without visible keys gives no NaN."""
+
+
+def masked_score(dtype: Any) -> float:
+    """The score of a masked key. It is finite in `dtype`, so that a query without visible keys gives no NaN."""
+    return -0.7 * float(jnp.finfo(dtype).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +111,8 @@ def _scores(block: Block, query: jax.Array, key: jax.Array, mask: jax.Array | No
     grouped = query.reshape(batch, queries, key.shape[2], -1, head_dim)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, key, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
     if block.causal:
-        scores = jnp.where(jnp.tri(queries, key.shape[1], dtype=bool), scores, MASKED)
-    return scores if mask is None else jnp.where(mask[:, None, None], scores, MASKED)
+        scores = jnp.where(jnp.tri(queries, key.shape[1], dtype=bool), scores, masked_score(scores.dtype))
+    return scores if mask is None else jnp.where(mask[:, None, None], scores, masked_score(scores.dtype))
 
 
 def _statistics(query: jax.Array) -> tuple[int, int, int]:
@@ -120,7 +123,8 @@ def _bias(mask: jax.Array | None, query: jax.Array) -> list[jax.Array]:
     """cuDNN's form of a mask: addends to the scores, `[batch, 1, queries, keys]` in the compute type."""
     if mask is None:
         return []
-    return [jnp.where(mask[:, None], jnp.zeros((), query.dtype), jnp.asarray(MASKED, query.dtype))]
+    hidden = jnp.asarray(masked_score(query.dtype), query.dtype)
+    return [jnp.where(mask[:, None], jnp.zeros((), query.dtype), hidden)]
 
 
 def _transposed(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -175,6 +179,8 @@ def _cudnn(
 def _backend_config(block: Block, query: jax.Array, key: jax.Array, backward: bool) -> dict[str, Any]:
     batch, queries, heads, head_dim = query.shape
     types = {jnp.dtype("bfloat16"): "BF16", jnp.dtype("float16"): "F16"}
+    if jnp.dtype(query.dtype) not in types:
+        raise ValueError(f"cuDNN's attention has no form for {query.dtype}; use bfloat16, float16 or attention='xla'")
     products = {
         f"{name}_dot_dimension_numbers": {
             "lhs_contracting_dimensions": [str(left)],

@@ -34,8 +34,11 @@ def make_mesh(
     """A mesh of `dp` x `tp` devices. The other axes exist only if they are asked for: `ep` even if it is 1.
 
     Raises:
-      ValueError: there are too few devices.
+      ValueError: there are too few devices, or a size is below 1.
     """
+    for name, extent in {"pp": pp, "dp": dp, "ep": 1 if ep is None else ep, "cp": cp, "tp": tp}.items():
+        if extent < 1:
+            raise ValueError(f"{name} is {extent}; give a number of at least 1")
     devices = jax.devices() if devices is None else devices
     asked = {"pp": pp if pp > 1 else None, "dp": dp, "ep": ep, "cp": cp if cp > 1 else None, "tp": tp}
     axes = {name: size for name in AXES if (size := asked[name]) is not None}

@@ -45,8 +45,9 @@ class Training:
     number of `dp` shards.
 
     `batch["segments"]`, if given, has the same type, shape and sharding. It numbers the documents of a row from 1. A
-    token attends only to tokens of its own document. Tokens with the number 0 are padding. The loss is the mean over
-    those tokens that belong to the same document as the token before them.
+    token attends only to tokens of its own document. Tokens with the number 0 are padding. The loss of a micro-batch is
+    the mean over those tokens that belong to the same document as the token before them. The loss of the step is the
+    mean over micro-batches.
 
     Checkpoints store layers in the model's order. If a train step uses another order, `to_model_order` and
     `from_model_order` convert states. They take states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh
@@ -203,11 +204,15 @@ def _check_batch(
     batch: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
     ends: tuple[str, ...],
 ) -> None:
-    shape = batch["tokens"].shape
     if unknown := sorted(set(batch) - {"tokens", "segments"}):
         raise ValueError(f"a batch has no array {unknown[0]!r}; it has 'tokens', and may have 'segments'")
+    if "tokens" not in batch:
+        raise ValueError("the batch lacks 'tokens'; give int32 token ids of shape [rows, seq + 1]")
+    shape = batch["tokens"].shape
     if "segments" in batch and batch["segments"].shape != shape:
-        raise ValueError(f"segments of shape {batch['segments'].shape} do not fit tokens of shape {shape}")
+        raise ValueError(
+            f"segments of shape {batch['segments'].shape} do not fit tokens of shape {shape}; give each token a number"
+        )
     rows, length = shape
     axes, parts = " x ".join(present(mesh, ROWS)), shards(mesh, ROWS)
     if rows % (microbatches * parts):
@@ -216,9 +221,11 @@ def _check_batch(
             f"multiple of {microbatches * parts} rows"
         )
     cp, others = shards(mesh, ("cp",)), shards(mesh, ends)
-    if (length - 1) % math.lcm(2 * cp if cp > 1 else 1, cp * others):
-        twice = f"2 x cp {cp}, and by cp {cp} x " if cp > 1 else ""
+    multiple = math.lcm(2 * cp if cp > 1 else 1, cp * others)
+    if (length - 1) % multiple:
+        split = " x ".join((*(("cp",) if cp > 1 else ()), *ends))
+        twice = f"2 x cp = {2 * cp} chunks and {split} = {cp * others} parts" if cp > 1 else f"{split} {others}"
         raise ValueError(
-            f"rows of {length} tokens train on {length - 1}, which is not divisible by {twice}{' x '.join(ends)} "
-            f"{others}; use a sequence length that is"
+            f"rows of {length} tokens train on {length - 1}, which is not divisible by {twice}; use a sequence length "
+            f"that is a multiple of {multiple}"
         )

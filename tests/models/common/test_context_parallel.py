@@ -1,0 +1,295 @@
+"""Attention of sequences that devices share, against whole attention; five optimizer steps against one device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from dhelix import strand_interleave
+from dhelix.launch.train.pipelined import make_pipelined_step
+from dhelix.models.common import attention_blocks
+from dhelix.models.common.attention_blocks import Block
+from dhelix.models.common.context_parallel import Context, Exchange
+from dhelix.models.common.decoder_config import DecoderConfig
+from dhelix.models.common.mesh import make_mesh
+from dhelix.models.common.parallel import SINGLE_DEVICE
+from dhelix.models.llama import model
+from dhelix.models.llama.llama_config import LlamaConfig
+from dhelix.models.moe.moe_config import MOE_PRESETS
+from dhelix.models.train_step import Sharding, make_train_step, objective_of
+from dhelix.tests.quick import slow_but
+
+LLAMA = LlamaConfig(
+    vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, seq=16, dtype="float32"
+)  # fmt: skip
+EXPERTS = dataclasses.replace(
+    MOE_PRESETS["phi-moe-demo"], vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=16, seq=16,
+    capacity_factor=8.0, balance_weight=0.0, z_weight=0.0,
+)  # fmt: skip
+"""Nothing is dropped, and no loss depends on how tokens are divided among devices."""
+MICROBATCHES = 2
+OPTIMIZER = optax.sgd(0.5, momentum=0.9)
+
+
+def random(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+
+
+def documents(rows: int, length: int) -> np.ndarray:
+    """Numbers of documents of different lengths. Every second row ends with padding."""
+    starts = np.random.default_rng(1).random((rows, length)) < 0.2
+    segments = 1 + np.cumsum(starts, axis=1)
+    segments[::2, -length // 5 :] = 0
+    return segments.astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def whole(
+    query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, mask: jax.Array | None, causal: bool
+) -> tuple[jax.Array, ...]:
+    """JAX's attention, and the cotangents of query, key and value."""
+    mask = None if mask is None else mask[:, None]
+    attention = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal)
+    out, pull = jax.vjp(attention, query, key, value)
+    return out, *pull(cotangent)
+
+
+forward = jax.jit(attention_blocks.forward, static_argnums=0)
+backward = jax.jit(attention_blocks.backward, static_argnums=0)
+
+
+# ---- blocks
+
+
+@pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (True, True), (False, True)])
+def test_a_block_alone_is_attention_with_its_gradients(causal: bool, masked: bool) -> None:
+    query, key, value, cotangent = (random(2, 8, heads, 16, seed=n) for n, heads in enumerate((4, 2, 2, 4)))
+    mask = (documents(2, 8)[:, :, None] == documents(2, 8)[:, None, :]) if masked else None
+    block = Block(causal, "xla")
+    expected = whole(query, key, value, cotangent, mask, causal=causal)
+    out, log_sums = forward(block, query, key, value, mask)
+    found = out, *backward(block, query, key, value, out, log_sums, cotangent, mask)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_different_keys_add_up_to_the_whole() -> None:
+    query, cotangent = random(1, 4, 2, 8), random(1, 4, 2, 8, seed=1)
+    keys, values = random(1, 12, 1, 8, seed=2), random(1, 12, 1, 8, seed=3)
+    block = Block(False, "xla")
+    expected, *gradients = whole(query, keys, values, cotangent, None, causal=False)
+    parts = [(keys[:, part], values[:, part]) for part in (slice(0, 4), slice(4, 12))]
+    results = [forward(block, query, *part) for part in parts]
+    log_sums = jnp.logaddexp(results[0][1], results[1][1])
+    out = sum(out * jnp.exp(sums - log_sums).swapaxes(1, 2)[..., None] for out, sums in results)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    addends = [backward(block, query, *part, expected, log_sums, cotangent) for part in parts]
+    found = (
+        addends[0][0] + addends[1][0],
+        *(jnp.concatenate([one, two], axis=1) for one, two in zip(addends[0][1:], addends[1][1:], strict=True)),
+    )
+    for one, other in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_score_of_a_hidden_key_is_finite(dtype: str) -> None:
+    assert jnp.isfinite(jnp.asarray(attention_blocks.masked_score(dtype), dtype))
+
+
+# ---- parts of a sequence
+
+
+def per_device(size: int, function: Any, *arrays: jax.Array) -> jax.Array:
+    """The results of `function` on `size` devices, which all have `arrays`, one after the other."""
+    mesh, inside = make_mesh(1, 1, cp=size), (PartitionSpec(),) * len(arrays)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=inside, out_specs=PartitionSpec("cp"), check_vma=False)
+    return jax.jit(mapped)(*arrays)
+
+
+def order(size: int, seq: int) -> np.ndarray:
+    """The positions of the tokens of each device, `[devices, seq / devices]`."""
+    context = Context(size)
+    return np.asarray(per_device(size, lambda: context.positions(seq // size)[None]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_cover_each_position_once_with_equal_work(size: int) -> None:
+    seq, context = 24, Context(size)
+    positions = order(size, seq)
+    assert sorted(positions.flatten()) == list(range(seq))
+    visible = (positions + 1).sum(axis=1)  # a token sees itself and all tokens before it
+    assert set(visible) == {seq * (seq + 1) // 2 // size}
+    rows = jnp.arange(2 * seq).reshape(2, seq)
+    parts = per_device(size, lambda x: context.own_part(x)[None], rows)
+    np.testing.assert_array_equal(parts, np.stack([rows[:, own] for own in positions]))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "size", "packed"),
+    [("ring", 2, True), ("ring", 4, False), ("ring", 4, True), ("all-gather", 2, False), ("all-gather", 4, True)],
+)
+def test_shared_attention_is_whole_attention_with_its_gradients(exchange: Exchange, size: int, packed: bool) -> None:
+    seq, context = 16, Context(size, exchange)
+    query, key, value, cotangent = (random(2, seq, heads, 8, seed=n) for n, heads in enumerate((4, 2, 2, 4)))
+    segments = jnp.asarray(documents(2, seq)) if packed else None
+    mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
+    expected = whole(query, key, value, cotangent, mask, causal=True)
+    positions = order(size, seq)
+
+    def device(*arrays: jax.Array) -> jax.Array:
+        q, k, v, d_out = (x[:, context.positions(seq // size)] for x in arrays)
+        out, pull = jax.vjp(lambda q, k, v: context.attention(q, k, v, segments, "xla"), q, k, v)
+        return jax.tree.map(lambda x: x[None], (out, *pull(d_out)))
+
+    results = per_device(size, device, query, key, value, cotangent)
+    for one, other in zip(results, expected, strict=True):
+        for part, own in zip(one, positions, strict=True):
+            np.testing.assert_allclose(part, other[:, own], rtol=1e-4, atol=1e-5)
+
+
+# ---- segments
+
+
+def test_a_row_of_two_documents_has_the_loss_of_both_alone() -> None:
+    params = model.init_params(LLAMA, jax.random.key(0))
+    tokens = np.random.default_rng(2).integers(0, LLAMA.vocab, (1, 17)).astype(np.int32)
+
+    def loss(tokens: np.ndarray, segments: list[int] | None = None) -> float:
+        rows = {"tokens": tokens} | ({} if segments is None else {"segments": np.array([segments], np.int32)})
+        return float(jax.jit(objective_of(model, LLAMA, SINGLE_DEVICE))(params, rows)[0])
+
+    first, second = loss(tokens[:, :6]), loss(tokens[:, 6:14])  # 5 and 7 targets
+    numbers = [1] * 6 + [2] * 8 + [0] * 3
+    assert loss(tokens, numbers) == pytest.approx((5 * first + 7 * second) / 12, rel=1e-5)
+    assert loss(tokens, [0] * 17) == 0.0
+
+
+# ---- train steps
+
+
+@functools.cache
+def train(
+    config: DecoderConfig,
+    sizes: tuple[tuple[str, int], ...] = (),
+    strands: bool = False,
+    context: Exchange = "ring",
+    packed: bool = False,
+    sharding: Sharding = "shard_map",
+) -> tuple[Any, list[dict[str, float]]]:
+    """Parameters and metrics of five optimizer steps. All runs have the same batch."""
+    axes: dict[str, Any] = {"dp": 1, "tp": 1} | dict(sizes)
+    mesh = make_mesh(**axes)
+    if "pp" in mesh.axis_names:
+        training: Any = make_pipelined_step(config, mesh, OPTIMIZER, MICROBATCHES, context=context)
+        step: Any = strand_interleave(training.train_step, microbatches=MICROBATCHES, pipeline=training.fold)
+    else:
+        training = make_train_step(config, mesh, OPTIMIZER, MICROBATCHES, sharding, context)
+        step = strand_interleave(training.train_step, strict=True) if strands else jax.jit(training.train_step)
+    shape = (4 * MICROBATCHES, config.seq + 1)
+    batch = {"tokens": np.random.default_rng(0).integers(0, config.vocab, shape).astype(np.int32)}
+    batch |= {"segments": documents(*shape)} if packed else {}
+    placed = jax.device_put(batch, training.batch_sharding)
+    state, found = training.init(jax.random.key(0)), []
+    for _ in range(5):
+        state, metrics = step(state, placed)
+        found.append({name: float(value) for name, value in metrics.items()})
+    return jax.device_get(training.to_model_order(state).params), found
+
+
+def assert_equal(one: tuple[Any, list], other: tuple[Any, list]) -> None:
+    for metrics, expected in zip(one[1], other[1], strict=True):
+        names = [name for name in expected if name != "balance"]  # a mean over groups of tokens
+        assert [metrics[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-4)
+    for found, expected in zip(jax.tree.leaves(one[0]), jax.tree.leaves(other[0]), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=5e-5)
+
+
+def case(quick: bool = False, config: DecoderConfig = LLAMA, packed: bool = False, **sizes: int) -> Any:
+    name = "-".join(f"{axis}{size}" for axis, size in sizes.items()) + ("-packed" if packed else "")
+    marks = [] if quick else [pytest.mark.slow]
+    return pytest.param(config, packed, tuple(sizes.items()), id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("config", "packed", "sizes"),
+    [
+        case(quick=True, cp=2),
+        case(cp=4),
+        case(cp=8),
+        case(quick=True, packed=True, dp=2, cp=2),
+        case(packed=True, cp=4, tp=2),
+        case(cp=2, tp=2),
+        case(config=EXPERTS, ep=2, cp=2),
+        case(config=EXPERTS, packed=True, ep=2, cp=2, tp=2),
+    ],
+)
+@pytest.mark.parametrize("strands", slow_but([True], [True, False]))
+def test_steps_train_as_one_device_does(config: DecoderConfig, packed: bool, sizes: Any, strands: bool) -> None:
+    expected = train(config, packed=packed)
+    assert expected[1][-1]["loss"] < expected[1][0]["loss"]
+    assert_equal(train(config, sizes, strands, packed=packed), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "packed", "sizes"),
+    [
+        case(packed=True, pp=2, cp=2),
+        case(config=EXPERTS, packed=True, pp=2, ep=2, cp=2),
+    ],
+)
+def test_pipelines_train_as_one_device_does(config: DecoderConfig, packed: bool, sizes: Any) -> None:
+    config = dataclasses.replace(config, layers=4)
+    assert_equal(train(config, sizes, packed=packed), train(config, packed=packed))
+
+
+@pytest.mark.slow
+def test_all_gathers_and_fsdp_train_as_the_ring_does() -> None:
+    sizes = (("dp", 2), ("cp", 4))
+    expected = train(LLAMA, sizes)
+    assert_equal(train(LLAMA, sizes, strands=True, context="all-gather"), expected)
+    assert_equal(train(LLAMA, sizes, strands=True, sharding="fsdp"), expected)
+
+
+# ---- errors
+
+
+def make(sizes: dict[str, int], sharding: Sharding = "shard_map", context: Any = "ring") -> Any:
+    axes: dict[str, Any] = {"dp": 1, "tp": 1} | sizes
+    return make_train_step(LLAMA, make_mesh(**axes), OPTIMIZER, MICROBATCHES, sharding, context)
+
+
+def check(**shapes: tuple[int, ...]) -> None:
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}
+    make({"cp": 3}).check_batch(batch)
+
+
+def test_batches_that_do_not_fit_are_one_error() -> None:
+    with pytest.raises(ValueError, match="use a sequence length that is a multiple of 6"):
+        check(tokens=(2, 17))
+    with pytest.raises(ValueError, match=r"segments of shape \(2, 12\) do not fit tokens of shape \(2, 13\)"):
+        check(tokens=(2, 13), segments=(2, 12))
+    with pytest.raises(ValueError, match="a batch has no array 'segment'; it has 'tokens', and may have 'segments'"):
+        check(tokens=(2, 13), segment=(2, 13))
+    with pytest.raises(ValueError, match="the batch lacks 'tokens'"):
+        check(segments=(2, 13))
+
+
+def test_steps_that_do_not_fit_are_one_error() -> None:
+    with pytest.raises(ValueError, match="sharding='auto' is not supported for context parallelism"):
+        make({"cp": 2}, "auto")
+    with pytest.raises(ValueError, match="context='zigzag' is unknown; use 'ring' or 'all-gather'"):
+        make({"cp": 2}, context="zigzag")
+    with pytest.raises(ValueError, match="cp is 0; give a number of at least 1"):
+        make({"cp": 0})
+    with pytest.raises(ValueError, match="a mesh of dp 1 x cp 16 x tp 1 needs 16 devices, but there are 8"):
+        make({"cp": 16})
+    with pytest.raises(ValueError, match="sharding='auto' is not supported for experts; use 'shard_map'$"):
+        make_pipelined_step(EXPERTS, make_mesh(1, 1, pp=2, ep=2), OPTIMIZER, MICROBATCHES, sharding="auto")
