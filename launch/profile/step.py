@@ -22,6 +22,7 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import dumps, targets
 from dhelix.launch.train import trainer
+from dhelix.launch.train.pipelined import PipelinedTraining
 from dhelix.models import Training
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule
@@ -157,11 +158,14 @@ def _lower(
 
 
 def name_of(options: trainer.Options, training: Training) -> str:
-    """The step in words: preset, sizes, mesh."""
+    """The step in words: preset, sizes, what differs from the defaults, mesh."""
     axes = " x ".join(f"{name} {size}" for name, size in training.mesh.shape.items())
     how = "" if options.plain else ", interleaved"
     size = f"{training.config.layers} layers, sequence {training.config.seq}, {options.microbatches} micro-batches"
     size += f", vocabulary {options.vocab:,}" if options.vocab else ""
     size += f", capacity factor {options.capacity:g}" if options.capacity is not None else ""
     size += ", unrolled layers" if options.unrolled else ""
+    size += f", {options.sharding}" if options.sharding != "shard_map" else ""
+    size += f", keys by {options.context}" if options.context == "all-gather" else ""
+    size += f", schedule {training.fold.schedule}" if isinstance(training, PipelinedTraining) else ""
     return f"{options.preset}: {size}{how}, {axes}"

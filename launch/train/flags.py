@@ -16,6 +16,7 @@ Trains a Llama or mixture-of-experts model on the bytes of a text. Micro-batches
 unless --plain is given.
 
   dhelix train --cpu_devices 8 --mesh dp=2,tp=4              # try it without a GPU
+  dhelix train --cpu_devices 8 --mesh dp=2,cp=2,tp=2         # devices share sequences (context parallelism)
   dhelix train --cpu_devices 8 --pp 2 --mesh dp=2,tp=2       # folded pipeline of two stages
   dhelix train --preset llama-8b --microbatches 16 --data corpus.txt --checkpoint_dir run1 --save_every 100
   dhelix train ... --checkpoint_dir run1 --resume            # continue run1"""

@@ -21,7 +21,7 @@ from dhelix.runtime.step.options import StepOptions
 
 _NAMES = (
     "preset", "layers", "seq", "vocab", "dtype", "remat", "unrolled", "capacity", "microbatches", "mesh", "context",
-    "sharding",    "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
+    "sharding", "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -58,19 +58,23 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         flag_values=values,
     )
     number("microbatches", default.microbatches, "number of micro-batches per step")
-    text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
+    text(
+        "mesh",
+        default.mesh,
+        f"devices on the axes dp, cp and tp, with experts also on ep, such as dp=2,tp=4 (default: {mesh})",
+    )
     choice(
         "context",
         None,
         ["ring", "all-gather"],
-        "how the devices of the axis cp exchange keys and values (default: ring)",
+        "with cp in --mesh: how devices exchange keys and values within attention (default: ring)",
     )
     choice(
         "sharding",
         default.sharding,
         ["shard_map", "auto", "fsdp"],
-        "who inserts collectives: shard_map (the model's code), auto (XLA), fsdp (parameters also split over dp; by "
-        "XLA, with experts or cp by the model's code)",
+        "who inserts collectives: shard_map (the model's code), auto (XLA; not with experts or cp), fsdp (parameters "
+        "also split over dp; by XLA, with experts or cp by the model's code; not with --pp)",
     )
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")
@@ -81,7 +85,7 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         "let messages of lockstep schedules overlap with the last layers of a tick; for slow links, needs more memory",
         flag_values=values,
     )
-    number("batch", None, "number of sequences per step (default: one per micro-batch and dp shard)")
+    number("batch", None, "number of sequences per step (default: one per micro-batch and shard of dp and ep)")
 
 
 def define_options(values: flags.FlagValues, names: Collection[str] | None = None) -> None:
