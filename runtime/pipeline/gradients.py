@@ -9,7 +9,8 @@ The layers' parameters and their gradients are folded: they have the shape [chun
 
 Contract under a `shard_map` over the pipeline axis: gradients are the contributions of this device, as in JAX with
 `check_vma=False`. If a parameter is replicated over stages, the caller must sum its gradients over the stages. The same
-holds for every other axis. Losses are the same on all stages.
+holds for every other axis. Losses and auxiliary outputs are those of the stage that has the last layer, and all
+stages get them.
 
 Contract outside of such a `shard_map`: this module makes a `shard_map` over the pipeline axis. Other axes stay
 automatic. Losses and gradients are complete, so the caller need not sum them.
@@ -156,9 +157,10 @@ def _run(
     for leaf, gradient in zip(chain.layer_leaves, _of_parameters(chain, prepare, folded, sums), strict=True):
         gradients[leaf] = gradient
     outputs = sums.outputs
-    if not pipeline.shared_ends:
-        outputs = [lax.psum(output, pipeline.axis) for output in outputs]
-    return outputs, gradients
+    if pipeline.shared_ends:  # outputs that read more than the loss does, such as sums over layers, are zero elsewhere
+        mine = stage == pipeline.schedule.layout.stage_of[-1]
+        outputs = [jnp.where(mine, output, 0) for output in outputs]
+    return [lax.psum(output, pipeline.axis) for output in outputs], gradients
 
 
 def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequence[jax.Array], sums: Sums) -> Values:

@@ -182,12 +182,13 @@ def train(
     context: Exchange = "ring",
     packed: bool = False,
     sharding: Sharding = "shard_map",
+    schedule: str = "w",
 ) -> tuple[Any, list[dict[str, float]]]:
     """Parameters and metrics of five optimizer steps. All runs have the same batch."""
     axes: dict[str, Any] = {"dp": 1, "tp": 1} | dict(sizes)
     mesh = make_mesh(**axes)
     if "pp" in mesh.axis_names:
-        training: Any = make_pipelined_step(config, mesh, OPTIMIZER, MICROBATCHES, context=context)
+        training: Any = make_pipelined_step(config, mesh, OPTIMIZER, MICROBATCHES, schedule, context=context)
         step: Any = strand_interleave(training.train_step, microbatches=MICROBATCHES, pipeline=training.fold)
     else:
         training = make_train_step(config, mesh, OPTIMIZER, MICROBATCHES, sharding, context)
@@ -245,9 +246,10 @@ def test_steps_train_as_one_device_does(config: DecoderConfig, packed: bool, siz
         case(config=EXPERTS, packed=True, pp=2, ep=2, cp=2),
     ],
 )
-def test_pipelines_train_as_one_device_does(config: DecoderConfig, packed: bool, sizes: Any) -> None:
+@pytest.mark.parametrize("schedule", ["w", "interleaved_si"])
+def test_pipelines_train_as_one_device_does(config: DecoderConfig, packed: bool, sizes: Any, schedule: str) -> None:
     config = dataclasses.replace(config, layers=4)
-    assert_equal(train(config, sizes, packed=packed), train(config, packed=packed))
+    assert_equal(train(config, sizes, packed=packed, schedule=schedule), train(config, packed=packed))
 
 
 @pytest.mark.slow

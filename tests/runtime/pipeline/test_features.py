@@ -4,6 +4,7 @@ Each test compares `dhelix.value_and_grad` in a pipeline of two stages with its 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,9 @@ from dhelix import Fold
 from dhelix.runtime.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from dhelix.tests.quick import slow_but
 from dhelix.tests.runtime.pipeline.models import (
+    Axes,
     assert_close,
+    embed,
     folded,
     gradients_of,
     in_microbatches,
@@ -172,6 +175,26 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
     value, gradients = function(folded(PARAMS, fold.layout()), batch)
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
+
+
+@pytest.mark.parametrize("schedule", ["w", "interleaved_si"])  # the last layer is on the first stage, and on the last
+def test_sums_over_layers_are_outputs_of_shared_ends(schedule: str) -> None:
+    def metric(axes: Axes, p: Any, rows: jax.Array) -> Any:
+        def block(carry: Any, w: Any) -> Any:
+            x, total = carry
+            x = layer(x, w, axes)
+            return (x, total + jnp.mean(x * x)), None
+
+        start = embed(p, rows[:, :-1], axes), jnp.float32(0)
+        (x, total), _ = lax.scan(block, start, p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:], axes)), {"total": total}
+
+    specs = SPECS | {"embedding": P("pp"), "head": P(None, "pp")}
+    fold = Fold(STAGES, layers=LAYERS, schedule=schedule)
+    shared, alone = (functools.partial(metric, axes) for axes in (Axes(ends="pp"), Axes()))
+    function = gradients_of(shared, two_stages(), specs, (P(),), has_aux=True)
+    value, gradients = in_microbatches(function, MICROBATCHES, fold=fold)(folded(PARAMS, fold.layout()), TOKENS)
+    assert_close((value, unfolded(gradients, fold.layout())), in_loop(alone, TOKENS, has_aux=True))
 
 
 @pytest.mark.parametrize("under", [contextlib.nullcontext, pytest.param(jax.set_mesh, marks=pytest.mark.slow)])
