@@ -30,6 +30,11 @@ SMALLER = {
     " --microbatches 3",
     "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=4,tp=1 --steps 4":
     "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=4,tp=1 --steps 2 --layers 2 --seq 16",
+    "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=2,tp=1 --pp 2 --steps 3":
+    "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=2,tp=1 --pp 2 --steps 2 --seq 16"
+    " --microbatches 2",
+    "dhelix plan --preset llama-8b --layers 4 --seq 32768 --mesh dp=1,cp=2,tp=1 --settings default":
+    "dhelix plan --preset llama-demo --layers 2 --seq 128 --mesh dp=1,cp=2,tp=1 --microbatches 3 --settings default",
 }  # fmt: skip
 """Commands that take minutes, and the smaller commands that run instead."""
 
