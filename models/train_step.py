@@ -164,7 +164,7 @@ def _by_hand(
     family: Family, config: DecoderConfig, mesh: Mesh, specs: Params, parallel: ManualParallel, microbatches: int
 ) -> Gradients:
     """A function that computes loss and gradients of the whole batch, on one device under `shard_map`."""
-    devices = present(mesh, (*TOKENS, "tp"))
+    devices = metric_axes(config, mesh)
 
     def local(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
         gradients, metrics = accumulate_gradients(family, config, parallel, microbatches, params, batch)
@@ -172,6 +172,11 @@ def _by_hand(
         return metrics.pop("loss"), reduce_gradients(gradients, specs, mesh), metrics
 
     return local
+
+
+def metric_axes(config: DecoderConfig, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which metrics differ. Devices of a `tp` group route different tokens, and compute the rest alike."""
+    return present(mesh, (*TOKENS, "tp") if isinstance(config, MoeConfig) else TOKENS)
 
 
 def over_mesh(local: Gradients, mesh: Mesh, specs: Params) -> Gradients:

@@ -45,7 +45,7 @@ from dhelix.models import Training
 from dhelix.models.common.context_parallel import Exchange
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.layers import resolve_attention
-from dhelix.models.common.mesh import TOKENS, on_mesh, present
+from dhelix.models.common.mesh import on_mesh
 from dhelix.models.common.parallel import AutoParallel, Parallel
 from dhelix.models.common.training import Batch, Gradients, Metrics, Params, assemble, check_mesh
 from dhelix.models.families import Family, family_of
@@ -54,6 +54,7 @@ from dhelix.models.train_step import (
     Sharding,
     check_sharding,
     manual_parallel,
+    metric_axes,
     objective_of,
     over_mesh,
     reduce_gradients,
@@ -124,7 +125,7 @@ def make_pipelined_step(
         gradients = _gradients(family, config, AutoParallel(mesh))
     else:
         parallel = manual_parallel(config, mesh, specs, context, AXIS if shared else None)
-        gradients = over_mesh(_by_hand(_gradients(family, config, parallel), mesh, specs), mesh, specs)
+        gradients = over_mesh(_by_hand(_gradients(family, config, parallel), config, mesh, specs), mesh, specs)
     initial = _initial(family, config, mesh, layout)
     training = assemble(config, mesh, microbatches, optimizer, gradients, specs, initial, ends)
     orders = {"to_model_order": fold.unfold, "from_model_order": fold.fold}
@@ -165,12 +166,12 @@ def _gradients(family: Family, config: DecoderConfig, parallel: Parallel) -> Gra
     return whole
 
 
-def _by_hand(gradients_of: Gradients, mesh: Mesh, specs: Params) -> Gradients:
+def _by_hand(gradients_of: Gradients, config: DecoderConfig, mesh: Mesh, specs: Params) -> Gradients:
     """`gradients_of` for one device under `shard_map`. Sums and means over devices are added."""
 
     def local(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
         loss, gradients, metrics = gradients_of(params, batch)
-        loss, metrics = lax.pmean((loss, metrics), present(mesh, (*TOKENS, "tp")))
+        loss, metrics = lax.pmean((loss, metrics), metric_axes(config, mesh))
         return loss, reduce_gradients(gradients, specs, mesh), metrics
 
     return local

@@ -141,9 +141,11 @@ class Parallel:
         """This device's part of whole rows `x [batch, seq]`, in the order of `positions`: `[batch, seq / cp]`."""
         return x if self.context is None else self.context.own_part(x)
 
-    def positions(self, seq: int) -> jax.Array:
-        """The positions of this device's `seq` tokens in their sequence, int32 `[seq]`."""
-        return jnp.arange(seq) if self.context is None else self.context.positions(seq)
+    def positions(self, seq: int, dtype: Any = jnp.int32) -> jax.Array:
+        """The positions of this device's `seq` tokens in their sequence, `[seq]` in `dtype`."""
+        if self.context is None:
+            return jnp.arange(seq, dtype=dtype)
+        return self.context.positions(seq).astype(dtype)
 
     def mean_over_rows(self, x: jax.Array) -> jax.Array:
         """The mean of `x` over the devices that have different rows of the batch."""

@@ -38,7 +38,9 @@ class Order(NamedTuple):
 def order_of(config: GptConfig, parallel: Parallel, seq: int) -> Order:
     """The order of this device's `seq` tokens, which is the same for all layers."""
     if config.positions == "rotary":
-        return Order(turned(parallel.positions(seq), rope_frequencies(config.rope_theta, config.rotary_dim)))
+        return Order(
+            turned(parallel.positions(seq, jnp.float32), rope_frequencies(config.rope_theta, config.rotary_dim))
+        )
     if config.positions == "learned":
         return Order()
     slopes = jnp.asarray(alibi_slopes(config.heads))

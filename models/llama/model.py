@@ -115,7 +115,7 @@ def logits(
     Returns:
       The logits, `[batch, seq / cp, vocab / tp]` in the compute dtype.
     """
-    by = rotation(config, parallel.positions(tokens.shape[1]))
+    by = rotation(config, parallel.positions(tokens.shape[1], jnp.float32))
     ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
     def layer(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:

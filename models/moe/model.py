@@ -119,7 +119,7 @@ def logits(
       Logits `[batch, seq / cp, vocab / tp]` in the compute dtype, and the means over layers of `AUXILIARY`, float32
       `[3]`.
     """
-    by = rotation(config, parallel.positions(tokens.shape[1]))
+    by = rotation(config, parallel.positions(tokens.shape[1], jnp.float32))
     ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
     def layer(state: tuple[jax.Array, jax.Array], weights: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
