@@ -175,7 +175,7 @@ def _by_hand(
 
 
 def metric_axes(config: DecoderConfig, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which metrics differ. Devices of a `tp` group route different tokens, and compute the rest alike."""
+    """The axes over which metrics differ. Devices of a `tp` group route different tokens, and else compute alike."""
     return present(mesh, (*TOKENS, "tp") if isinstance(config, MoeConfig) else TOKENS)
 
 

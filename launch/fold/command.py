@@ -8,6 +8,7 @@ So nothing is compiled, and nothing runs. docs/guide/pipeline.md explains layout
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -23,6 +24,8 @@ from dhelix.launch.fold import chart as fold_chart
 from dhelix.launch.fold import tables as fold_tables
 from dhelix.launch.fold.tables import FoldView
 from dhelix.launch.fold.times import cell_times
+from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.models.presets import PRESETS
 from dhelix.passes.pipeline_fold import (
     SCHEDULES,
     Evaluation,
@@ -37,10 +40,13 @@ from dhelix.passes.pipeline_fold import (
     zero_bubble_v,
 )
 
+_LAYERS = 32  # of the example in DHelix figure 8
+
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Runs `dhelix fold` and returns its exit status. Raises DhelixError if the command fails."""
     chosen: dict[str, Any] = values.flag_values_dict()
+    chosen["layers"] = _layers(chosen)
     target = _json_target(chosen["json"], arguments)
     view = view_of(chosen)
     to_stdout = target == "-"
@@ -68,10 +74,21 @@ def view_of(chosen: Mapping[str, Any]) -> FoldView:
     """
     costs = _costs(chosen)
     layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])
+    config = PRESETS.get(chosen["preset"] or "")
+    if isinstance(config, MoeConfig):
+        try:
+            dataclasses.replace(config, layers=layout.layers).check_chunks(layout.chunks)
+        except ValueError as error:
+            raise DhelixError(str(error)) from None
     schedule = make_schedule(chosen["schedule"], layout, chosen["microbatches"])
     validate(schedule)
     evaluation = evaluate(schedule, costs)
     return FoldView(schedule, costs, evaluation, _compared(chosen, costs, evaluation))
+
+
+def _layers(chosen: Mapping[str, Any]) -> int:
+    """The number of layers to fold: `--layers`, else that of the preset, else that of DHelix figure 8."""
+    return chosen["layers"] or (PRESETS[chosen["preset"]].layers if chosen["preset"] else _LAYERS)
 
 
 def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:

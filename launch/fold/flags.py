@@ -6,6 +6,7 @@ import functools
 
 from absl import flags
 
+from dhelix.models.presets import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 
 USAGE = """\
@@ -16,7 +17,7 @@ cost. By default: the W schedule on the U layout, where each stage runs one micr
 another one's backward. Nothing is compiled or run.
 
   dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
-  dhelix fold --layers 32 --stages 4 --microbatches 12 --schedule 1f1b
+  dhelix fold --preset phi-moe-42b --stages 4 --microbatches 12 --schedule 1f1b
   dhelix fold --layers 30 --stages 4 --microbatches 12 --si_gain 0.2 --json            # or --json FILE
 
 Times may be in any unit; the defaults are in forward passes of one layer."""
@@ -26,7 +27,8 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines all flags of `dhelix fold` on `values`. The defaults are those of DHelix figure 8 (arXiv 2411.15871)."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     real = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0.0)
-    number("layers", 32, "number of layers of the model")
+    flags.DEFINE_enum("preset", None, list(PRESETS), "model preset that gives the number of layers", flag_values=values)
+    number("layers", None, "number of layers of the model (default: the preset's, or 32)")
     number("stages", 4, "number of pipeline stages")
     number("microbatches", 12, "number of micro-batches per step")
     flags.DEFINE_enum("schedule", "w", list(SCHEDULES), "schedule to show", flag_values=values)

@@ -102,10 +102,10 @@ def make_pipelined_step(
       context: how devices of a `cp` group exchange keys and values.
 
     Raises:
-      ValueError: the model does not divide over the mesh, or its layers are not stacked.
-      DhelixError: there are fewer layers than chunks, layers with experts do not divide into chunks, the schedule is
-        unknown, or `sharding` is neither "shard_map" nor "auto". "auto" is also refused with shared ends and with
-        cuDNN's attention.
+      ValueError: the model does not divide over the mesh, its layers are not stacked, or layers with experts do not
+        divide into chunks.
+      DhelixError: there are fewer layers than chunks, the schedule is unknown, or `sharding` is neither "shard_map" nor
+        "auto". "auto" is also refused with shared ends and with cuDNN's attention.
     """
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
@@ -113,11 +113,8 @@ def make_pipelined_step(
     check_sharding(config, mesh, sharding, instead="'shard_map'")
     fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh, sends_beside)
     layout = fold.layout(config.layers)
-    if isinstance(config, MoeConfig) and config.layers % (fold.places * fold.stages):
-        raise DhelixError(
-            f"{config.layers} layers with experts do not divide into {fold.places * fold.stages} chunks; use a number "
-            "of layers that does, because a layer of padding would add to the routing losses"
-        )
+    if isinstance(config, MoeConfig):
+        config.check_chunks(layout.chunks)
     config = dataclasses.replace(config, attention=_attention(config, mesh, sharding))
     family = family_of(config)
     specs = on_mesh(family.param_specs(config, AXIS, shared), mesh)

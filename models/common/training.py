@@ -209,6 +209,8 @@ def _check_batch(
     if "tokens" not in batch:
         raise ValueError("the batch lacks 'tokens'; give int32 token ids of shape [rows, seq + 1]")
     shape = batch["tokens"].shape
+    if "segments" in batch and not jnp.issubdtype(batch["segments"].dtype, jnp.integer):
+        raise ValueError(f"segments of type {batch['segments'].dtype} are no numbers of documents; give int32")
     if "segments" in batch and batch["segments"].shape != shape:
         raise ValueError(
             f"segments of shape {batch['segments'].shape} do not fit tokens of shape {shape}; give each token a number"

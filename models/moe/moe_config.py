@@ -52,6 +52,18 @@ class MoeConfig(LlamaConfig):
             )
         return min(math.ceil(rows / 8) * 8 if rows >= 8 else math.ceil(rows), tokens)
 
+    def check_chunks(self, chunks: int) -> None:
+        """Checks that the layers divide into the chunks of a pipeline, because a padding layer would route tokens, too.
+
+        Raises:
+          ValueError: they do not.
+        """
+        if self.layers % chunks:
+            raise ValueError(
+                f"{self.layers} layers with experts do not divide into {chunks} chunks; use a number of layers that "
+                "does, because a layer of padding would add to the routing losses"
+            )
+
     @property
     def parameter_count(self) -> int:
         return self._parameters(self.experts)

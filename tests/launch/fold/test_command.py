@@ -41,6 +41,13 @@ def drawn(name: str, stages: int = 4, microbatches: int = 12) -> FoldChart:
     return fold_chart.chart(schedule, cell_times(schedule, COSTS))
 
 
+def test_a_preset_gives_the_layers(fold: Fold) -> None:
+    _, text, _ = fold("--preset=phi-moe-16b", "--stages=3", "--json")
+    assert json.loads(text)["layout"] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    status, _, error = fold("--preset=phi-moe-42b", "--stages=3")
+    assert status != 0 and "32 layers with experts do not divide into 6 chunks" in error
+
+
 def test_json_of_the_example(fold: Fold) -> None:
     status, text, _ = fold(*EXAMPLE, "--json")
     found = json.loads(text)
