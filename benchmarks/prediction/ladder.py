@@ -28,8 +28,10 @@ from typing import Any
 
 from dhelix.benchmarks.strands.pinned_weight_gradients import PinnedWeightGradients
 from dhelix.passes.communication.stream_assignment import StreamAssignment
-from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.profiles.estimates.contention import MIN_RATE
 from dhelix.profiles.estimates.estimator import Estimator, PairEstimate, Source
@@ -123,15 +125,14 @@ class WaitingModel(CostModel):
         return made
 
 
-def milliseconds(system: System, rung: Rung, preset_name: str, layers: int, gpu: str) -> float:
+def compiled(system: System, rung: Rung, model: CostModel, preset_name: str, layers: int, gpu: str) -> HloModule:
+    """The step of a rung."""
     import jax
     import optax
 
     from dhelix import strand_interleave
     from dhelix.models import make_train_step, preset
 
-    found = CostModel.find(gpu, "nvlink", "default", system.per_node)
-    model = WaitingModel(found.profile, found.setting, gpus_per_node=system.per_node, hidden=rung.hidden)
     shape = f"1x{system.gpus // system.per_node}x{system.per_node}"
     mesh = deviceless.mesh(dict(system.axes), gpu.lower(), shape)
     config = preset(preset_name, layers, seq=system.seq, vocab=32000)
@@ -145,8 +146,17 @@ def milliseconds(system: System, rung: Rung, preset_name: str, layers: int, gpu:
         passes = (*strand_passes(), *streams, *pinned, StrandPairing(model.hardware, model=model))
         step = strand_interleave(training.train_step, passes=passes, strict=True, donate_argnums=0)
         lowered = step.lower(*arguments)
-    module = compiled_module(deviceless.compile(lowered))
-    return 1e3 * simulate_module(module, model.hardware, model.costs()).seconds
+    return compiled_module(deviceless.compile(lowered))
+
+
+def shares(module: HloModule, step: Timeline, costs: Costs) -> dict[str, float]:
+    """Shares of communication in the time of a step without any overlap, as in figure 3 of DHelix."""
+    network = {i.name for computation in module.schedule for i in computation.instructions if costs[i].between_nodes}
+    alone = {NODE: 0.0, NETWORK: 0.0}
+    for collective in step.collectives:
+        alone[NETWORK if collective.instruction in network else NODE] += collective.alone
+    whole = step.compute_alone + sum(alone.values())
+    return {place: round(seconds / whole, 3) for place, seconds in alone.items()}
 
 
 def main() -> None:
@@ -158,17 +168,28 @@ def main() -> None:
     options = made.parse_args()
     deviceless.prepare_environment()
     ladders: dict[str, dict[str, Any]] = {}
+    time_of: dict[str, dict[str, float]] = {}
     for system in SYSTEMS:
-        times = {rung.name: milliseconds(system, rung, options.preset, options.layers, options.gpu) for rung in RUNGS}
-        base = times["nothing"]
-        ladders[f"{system.gpus} GPUs: {system.words}"] = {
-            name: {"predicted ms": round(time, 1), "times as fast as nothing": round(base / time, 3)}
-            for name, time in times.items()
-        }
-        print(json.dumps(ladders, indent=1), flush=True)
-    on = {"gpu": f"{options.gpu}, on paper", "preset": options.preset, "layers": options.layers}
+        name, base, found = f"{system.gpus} GPUs: {system.words}", 0.0, CostModel.find(options.gpu, "nvlink", "default")
+        ladders[name] = {}
+        for rung in RUNGS:
+            model = WaitingModel(found.profile, found.setting, gpus_per_node=system.per_node, hidden=rung.hidden)
+            module = compiled(system, rung, model, options.preset, options.layers, options.gpu)
+            costs = model.costs()
+            step = simulate_module(module, model.hardware, costs)
+            if not rung.strands:
+                base, time_of[name] = step.seconds, shares(module, step, costs)
+            ladders[name][rung.name] = {
+                "predicted ms": round(1e3 * step.seconds, 1),
+                "times as fast as nothing": round(base / step.seconds, 3),
+            }
+        print(json.dumps({name: ladders[name], "share": time_of[name]}, indent=1), flush=True)
+    report = {
+        "on": {"gpu": f"{options.gpu}, on paper", "preset": options.preset, "layers": options.layers},
+        "share of communication without overlap": time_of,
+        "what may overlap, each with the one before": ladders,
+    }
     options.out.mkdir(parents=True, exist_ok=True)
-    report = {"on": on, "what may overlap, each with the one before": ladders}
     Path(options.out, "ladder.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
