@@ -90,7 +90,7 @@ def make_train_step(
 
 
 def _needs_hand(config: DecoderConfig, mesh: Mesh) -> bool:
-    return isinstance(config, MoeConfig) or "cp" in mesh.axis_names
+    return isinstance(config, MoeConfig) or shards(mesh, ("cp",)) > 1
 
 
 def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str, instead: str = "'shard_map' or 'fsdp'") -> None:
