@@ -28,6 +28,7 @@ class Result:
     Attributes:
       steps_ms: every timed step.
       losses, grad_norms: results of the first steps. All programs start from the same state, with the same batches.
+      dropped: with experts, the share of tokens' choices that were dropped in each of the first steps.
       peak_gib, temp_gib: XLA's peak memory, and its temporaries without arguments and results.
       compile_s, passes_s: seconds of the compilation with passes, and of dhelix's passes alone.
       passes: outcome of each dhelix pass, by its name.
@@ -62,6 +63,7 @@ class Result:
     failed: str = ""
     mhz: list[float] = field(default_factory=list)
     watts: list[float] = field(default_factory=list)
+    dropped: list[float] = field(default_factory=list)
 
     @property
     def kind(self) -> str:

@@ -128,7 +128,7 @@ def _steps(group: Group) -> str:
         memory = f"{r.peak_gib:.2f}" + (f" ({r.peak_gib / plain.peak_gib:.3f})" if plain and plain.peak_gib else "")
         rows.append((
             r.setting, _bold(group, r), _spread(r), _number(group.speed_up(r), ".3f"), _percent(group.net_hidden(r)),
-            f"{group.tokens_per_second(r):,.0f}", _percent(group.mfu(r)), memory, _predicted(r),
+            f"{group.tokens_per_second(r):,.0f}{_dropped(r)}", _percent(group.mfu(r)), memory, _predicted(r),
             _number(group.loss_difference(r), ".0e"), _power(r),
         ))  # fmt: skip
     heads = (
@@ -171,6 +171,11 @@ def _bold(group: Group, result: Result) -> str:
 
 def _spread(result: Result) -> str:
     return f"{result.median_ms:.1f} ({min(result.steps_ms):.1f}-{max(result.steps_ms):.1f})"
+
+
+def _dropped(result: Result) -> str:
+    """With experts, the share of the tokens' choices that count in tokens/s and MFU, but were dropped."""
+    return f" ({statistics.mean(result.dropped):.1%} of choices dropped)" if result.dropped else ""
 
 
 def _predicted(result: Result) -> str:

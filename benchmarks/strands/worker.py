@@ -202,6 +202,8 @@ class Worker:
                     state, metrics = program.compiled(state, batch)
                     program.result.losses.append(float(metrics["loss"]))
                     program.result.grad_norms.append(float(metrics["grad_norm"]))
+                    if "dropped" in metrics:
+                        program.result.dropped.append(float(metrics["dropped"]))
             except Exception as error:
                 self.fail(program.result, "did not run", error)
                 self.programs.remove(program)
