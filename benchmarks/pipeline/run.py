@@ -69,7 +69,7 @@ def complete(arguments: argparse.Namespace) -> None:
     if arguments.stages < 1 or arguments.tp % arguments.stages:
         raise DhelixError(f"{arguments.stages} stages do not divide {arguments.tp} GPUs; take a divisor")
     arguments.channels, arguments.shards, arguments.unrolled, arguments.no_traces = 0, 0, False, not arguments.traces
-    arguments.dp, arguments.ep, arguments.capacity, arguments.sharding = 1, 0, 0.0, "shard_map"
+    arguments.dp, arguments.cp, arguments.ep, arguments.capacity, arguments.sharding = 1, 1, 0, 0.0, "shard_map"
 
 
 def _file_name(arguments: argparse.Namespace) -> str:

@@ -159,7 +159,8 @@ def places(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    nodes = emulated_nodes(setting.nodes, arguments.dp * max(arguments.ep, 1) * arguments.tp // setting.nodes, port)
+    gpus = arguments.dp * max(arguments.ep, 1) * arguments.cp * arguments.tp
+    nodes = emulated_nodes(setting.nodes, gpus // setting.nodes, port)
     return [
         ({"coordinator": n.coordinator, "process": n.process, "devices": n.local_device_ids}, {**base, **n.environment})
         for n in nodes
