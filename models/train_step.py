@@ -81,11 +81,9 @@ def make_train_step(
     by_hand = sharding == "shard_map" or _needs_hand(config, mesh)
     if sharding == "fsdp" and (mesh.shape["dp"] > 1 or not by_hand):
         specs = _over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
-    if by_hand:
-        parallel = manual_parallel(config, mesh, specs, context)
-        gradients = over_mesh(_by_hand(family, config, mesh, specs, parallel, microbatches), mesh, specs)
-    else:
-        gradients = _partitioned(family, config, mesh, microbatches)
+    parallel = manual_parallel(config, mesh, specs, context) if by_hand else AutoParallel(mesh)
+    gradients = _gradients(family, config, parallel, microbatches)
+    gradients = over_mesh(gradients, config, mesh, specs) if by_hand else gradients
     return assemble(config, mesh, microbatches, optimizer, gradients, specs, initial)
 
 
@@ -107,7 +105,7 @@ def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str, instead: st
     if sharding == "auto" and _needs_hand(config, mesh):
         what = "experts" if isinstance(config, MoeConfig) else "context parallelism"
         raise ValueError(f"sharding='auto' is not supported for {what}; use {instead}")
-    if isinstance(config, GptConfig) and config.positions == "alibi" and "cp" in mesh.axis_names:
+    if isinstance(config, GptConfig) and config.positions == "alibi" and shards(mesh, ("cp",)) > 1:
         raise ValueError("positions='alibi' is not supported with context parallelism; leave cp out of the mesh")
     ep = shards(mesh, ("ep",))
     if not isinstance(config, MoeConfig) and ep > 1:
@@ -160,27 +158,8 @@ def _split_over_dp(config: DecoderConfig, specs: Params) -> tuple[tuple[str, int
     return tuple((name, tuple(spec).index("dp")) for name, spec in every.items() if "dp" in axes_of(spec))
 
 
-def _by_hand(
-    family: Family, config: DecoderConfig, mesh: Mesh, specs: Params, parallel: ManualParallel, microbatches: int
-) -> Gradients:
-    """A function that computes loss and gradients of the whole batch, on one device under `shard_map`."""
-    devices = metric_axes(config, mesh)
-
-    def local(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
-        gradients, metrics = accumulate_gradients(family, config, parallel, microbatches, params, batch)
-        metrics = lax.pmean(metrics, devices)
-        return metrics.pop("loss"), reduce_gradients(gradients, specs, mesh), metrics
-
-    return local
-
-
-def metric_axes(config: DecoderConfig, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which metrics differ. Devices of a `tp` group route different tokens, and else compute alike."""
-    return present(mesh, (*TOKENS, "tp") if isinstance(config, MoeConfig) else TOKENS)
-
-
-def over_mesh(local: Gradients, mesh: Mesh, specs: Params) -> Gradients:
-    """`local` under `shard_map`. The function `local(params, batch)` computes for one device.
+def over_mesh(local: Gradients, config: DecoderConfig, mesh: Mesh, specs: Params) -> Gradients:
+    """The loss, gradients and metrics of the whole batch, from a function that computes those of one device's tokens.
 
     `check_vma` is False, because JAX's tracking of replication would cost time. With tracking, JAX sums the gradient of
     a replicated parameter over the mesh at once: an all-reduce over dp and tp in each layer of each micro-batch. To
@@ -188,8 +167,16 @@ def over_mesh(local: Gradients, mesh: Mesh, specs: Params) -> Gradients:
     `common.parallel` says, and JAX adds no sums. The gradients of a device then cover its own tokens, and
     `reduce_gradients` sums them once per step.
     """
+    # Devices of a `tp` group route different parts of the sequence, and compute all other metrics alike.
+    axes = present(mesh, (*TOKENS, "tp") if isinstance(config, MoeConfig) else TOKENS)
+
+    def whole(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
+        loss, gradients, metrics = local(params, batch)
+        loss, metrics = lax.pmean((loss, metrics), axes)
+        return loss, reduce_gradients(gradients, specs, mesh), metrics
+
     in_specs, out_specs = (specs, row_spec(mesh)), (PartitionSpec(), specs, PartitionSpec())
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(whole, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def reduce_gradients(gradients: Params, specs: Params, mesh: Mesh) -> Params:
@@ -209,21 +196,17 @@ def reduce_gradients(gradients: Params, specs: Params, mesh: Mesh) -> Params:
     return jax.tree.map(reduce, gradients, specs)
 
 
-# ---- by XLA's partitioner
+# ---- micro-batches
 
 
-def _partitioned(family: Family, config: DecoderConfig, mesh: Mesh, microbatches: int) -> Gradients:
-    """A function that computes loss and gradients from global arrays. XLA's partitioner inserts the collectives."""
+def _gradients(family: Family, config: DecoderConfig, parallel: Parallel, microbatches: int) -> Gradients:
+    """A function that computes loss, gradients and metrics: of one device's tokens, or of global arrays."""
 
-    def whole(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
-        parallel = AutoParallel(mesh)
+    def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
         gradients, metrics = accumulate_gradients(family, config, parallel, microbatches, params, batch)
         return metrics.pop("loss"), gradients, metrics
 
-    return whole
-
-
-# ---- micro-batches
+    return gradients
 
 
 def accumulate_gradients(

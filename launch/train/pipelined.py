@@ -37,7 +37,6 @@ from typing import Literal
 
 import jax
 import optax
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.errors import DhelixError
@@ -54,10 +53,8 @@ from dhelix.models.train_step import (
     Sharding,
     check_sharding,
     manual_parallel,
-    metric_axes,
     objective_of,
     over_mesh,
-    reduce_gradients,
 )
 from dhelix.passes.pipeline_fold import LOCKSTEP, Layout
 from dhelix.runtime.pipeline.fold import Fold
@@ -118,11 +115,11 @@ def make_pipelined_step(
     config = dataclasses.replace(config, attention=_attention(config, mesh, sharding))
     family = family_of(config)
     specs = on_mesh(family.param_specs(config, AXIS, shared), mesh)
-    if sharding == "auto":
-        gradients = _gradients(family, config, AutoParallel(mesh))
-    else:
-        parallel = manual_parallel(config, mesh, specs, context, AXIS if shared else None)
-        gradients = over_mesh(_by_hand(_gradients(family, config, parallel), config, mesh, specs), mesh, specs)
+    by_hand = sharding != "auto"
+    ends_of = AXIS if shared else None
+    parallel = manual_parallel(config, mesh, specs, context, ends_of) if by_hand else AutoParallel(mesh)
+    gradients = _gradients(family, config, parallel)
+    gradients = over_mesh(gradients, config, mesh, specs) if by_hand else gradients
     initial = _initial(family, config, mesh, layout)
     training = assemble(config, mesh, microbatches, optimizer, gradients, specs, initial, ends)
     orders = {"to_model_order": fold.unfold, "from_model_order": fold.fold}
@@ -161,17 +158,6 @@ def _gradients(family: Family, config: DecoderConfig, parallel: Parallel) -> Gra
         return metrics.pop("loss"), gradients, metrics
 
     return whole
-
-
-def _by_hand(gradients_of: Gradients, config: DecoderConfig, mesh: Mesh, specs: Params) -> Gradients:
-    """`gradients_of` for one device under `shard_map`. Sums and means over devices are added."""
-
-    def local(params: Params, batch: Batch) -> tuple[jax.Array, Params, Metrics]:
-        loss, gradients, metrics = gradients_of(params, batch)
-        loss, metrics = lax.pmean((loss, metrics), metric_axes(config, mesh))
-        return loss, reduce_gradients(gradients, specs, mesh), metrics
-
-    return local
 
 
 def _initial(family: Family, config: DecoderConfig, mesh: Mesh, layout: Layout) -> Callable[[jax.Array], Params]:

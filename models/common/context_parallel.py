@@ -123,7 +123,9 @@ class Context:
         arrived = lax.psum_scatter(every, self.axis)
         return jax.tree.map(jnp.add, own, arrived)
 
-    def mask(self, segments: jax.Array | None, pairs: "_Pairs | None" = None, source: jax.Array | int = 0):
+    def mask(
+        self, segments: jax.Array | None, pairs: "_Pairs | None" = None, source: jax.Array | int = 0
+    ) -> jax.Array | None:
         """Which keys a step's queries see, booleans `[batch, queries, keys]`; None if they see all of them."""
         if segments is None:
             return None
@@ -233,12 +235,10 @@ def _backward(context: Context, implementation: Implementation, kept: tuple, cot
     others = []
     for source, (keys, values) in zip(context.sources(), context.arriving((key, value)), strict=True):
         pairs = _Pairs(source < lax.axis_index(context.axis))
-        of_queries = [pairs.queries(query), pairs.queries(out), pairs.log_sums(log_sums), pairs.queries(cotangent)]
-        q, o, sums, d_out = of_queries
+        arrived = pairs.keys(keys), pairs.keys(values)
+        whole = pairs.queries(out), pairs.log_sums(log_sums), pairs.queries(cotangent)
         mask = context.mask(segments, pairs, source)
-        dq, dk, dv = backward(
-            Block(False, implementation), q, pairs.keys(keys), pairs.keys(values), o, sums, d_out, mask
-        )
+        dq, dk, dv = backward(Block(False, implementation), pairs.queries(query), *arrived, *whole, mask)
         d_query = d_query + sum(pairs.to_queries(dq))
         others.append((pairs.to_keys(dk), pairs.to_keys(dv)))
     d_key, d_value = context.sent_home(own, others)

@@ -9,11 +9,14 @@ Second, no collective has to be transposed, because each device's gradient needs
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.common.parallel import Parallel, vocab_position
+from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel, vocab_position
+from dhelix.models.common.training import Metrics, Params
 
 
 def _is_target(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:
@@ -78,3 +81,25 @@ def mean_loss(logits: jax.Array, targets: jax.Array, parallel: Parallel, weights
     """
     losses: jax.Array = cross_entropy(logits, targets, parallel)  # type: ignore
     return jnp.mean(losses if weights is None else losses * weights)
+
+
+def loss_alone(logits: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """The `objective` (`models.families`) of a family whose only metric is the loss.
+
+    Args:
+      logits: function of config, params, tokens, parallel and segments, as `llama.logits`.
+    """
+
+    def objective(
+        config: Any,
+        params: Params,
+        tokens: jax.Array,
+        targets: jax.Array,
+        parallel: Parallel = SINGLE_DEVICE,
+        segments: jax.Array | None = None,
+        weights: jax.Array | None = None,
+    ) -> tuple[jax.Array, Metrics]:
+        value = mean_loss(logits(config, params, tokens, parallel, segments), targets, parallel.ends, weights)
+        return value, {"loss": value}
+
+    return objective

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.parallel import GATHERED, Parallel, vocab_position
+from dhelix.models.common.training import Params
 
 Rotation = tuple[jax.Array, jax.Array]
 Layer = Callable[[Any, Mapping[str, jax.Array]], Any]
@@ -86,28 +87,56 @@ def causal_attention(
     return jax.nn.dot_product_attention(query, key, value, bias, mask, is_causal=True, implementation=implementation)
 
 
-def through_layers(config: DecoderConfig, layer: Layer, state: Any, layers: Any, gathers: bool = False) -> Any:
+def through_model(
+    config: DecoderConfig,
+    parallel: Parallel,
+    params: Params,
+    tokens: jax.Array,
+    layer: Layer,
+    start: Callable[[jax.Array], Any] = lambda x: x,
+) -> tuple[Any, Mapping[str, jax.Array]]:
+    """The embedding and all layers of a decoder.
+
+    Args:
+      params: in the compute dtype; under `shard_map`, this device's shards.
+      tokens: int32 `[batch, seq / cp]`.
+      layer: see `through_layers`.
+      start: makes the state before the first layer from the embedding's residual stream.
+
+    Returns:
+      The state after the last layer, and the parameters outside of the layers, for the head.
+    """
+    ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
+    x = embed(config, parallel, ends["embedding"], tokens, ends.get("positions"))
+    return through_layers(config, parallel, layer, start(x), params["layers"]), ends
+
+
+def through_layers(config: DecoderConfig, parallel: Parallel, layer: Layer, state: Any, layers: Any) -> Any:
     """Applies `layer` to `state` for one layer after the other, with rematerialization as `config.remat` says.
 
     Args:
       layer: function of the state before a layer and the layer's weights. Returns the state after the layer.
       state: the residual stream, with all else that passes from layer to layer.
-      layers: the weights of all layers: stacked with `scan_layers`, otherwise a list with one entry per layer.
-      gathers: whether layers gather weights (`Parallel.whole_weights`). The backward pass then gathers them again.
+      layers: the weights of all layers: stacked with `scan_layers`, otherwise a list with one entry per layer. If they
+        are split over replicas, a layer gathers them, and the backward pass gathers them again.
 
     Returns:
       The state after the last layer.
     """
-    if config.remat != "none" or gathers:
+
+    def whole(state: Any, weights: Mapping[str, jax.Array]) -> Any:
+        return layer(state, parallel.whole_weights(weights))
+
+    if config.remat != "none" or parallel.gathers_weights:
         policies = jax.checkpoint_policies
         own = {"full": None, "none": policies.save_anything_except_these_names(GATHERED)}
         policy = own[config.remat] if config.remat in own else getattr(policies, config.remat)
         # With scan, forward and backward are two loops, so XLA cannot merge the recomputation with the forward pass.
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
+        whole = jax.checkpoint(whole, policy=policy, prevent_cse=not config.scan_layers)
     if config.scan_layers:
-        return jax.lax.scan(lambda state, weights: (layer(state, weights), None), state, layers)[0]
+        return jax.lax.scan(lambda state, weights: (whole(state, weights), None), state, layers)[0]
     for weights in layers:
-        state = layer(state, weights)
+        state = whole(state, weights)
     return state
 
 

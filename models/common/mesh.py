@@ -1,10 +1,12 @@
 """The mesh of a train step. Each axis has a name, and the name says what the axis splits.
 
-pp   layers: the stages of a pipeline
-dp   the batch
-ep   the batch, and the experts
-cp   the sequence, also within attention (context parallelism)
-tp   heads, hidden layers and vocabulary; between blocks, also the sequence
+    pp   layers: the stages of a pipeline
+    dp   the batch
+    ep   the batch, and the experts
+    cp   the sequence, also within attention (context parallelism)
+    tp   heads, hidden layers and vocabulary; between blocks, also the sequence
+
+Any of them compose. A mesh always has dp and tp.
 """
 
 import math

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dhelix.models.common.cross_entropy import mean_loss
-from dhelix.models.common.layers import embed, through_layers
+from dhelix.models.common.cross_entropy import loss_alone
+from dhelix.models.common.layers import through_model
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.common.parameters import as_configured, cast_params, initial_layers, layer_specs, normal
-from dhelix.models.common.training import Metrics, Params
+from dhelix.models.common.training import Params
 from dhelix.models.gpt.gpt_config import GptConfig
 from dhelix.models.gpt.layers import decoder_layer, norm, order_of
 
@@ -129,13 +129,11 @@ def logits(
             f"rows of {seq} tokens have no positions in a table of seq = {config.seq}; use a model with a larger seq"
         )
     order = order_of(config, parallel, tokens.shape[1])
-    ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
     def layer(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
-        return decoder_layer(config, parallel, parallel.whole_weights(weights), x, order, segments)
+        return decoder_layer(config, parallel, weights, x, order, segments)
 
-    x = embed(config, parallel, ends["embedding"], tokens, ends.get("positions"))
-    x = through_layers(config, layer, x, params["layers"], parallel.gathers_weights)
+    x, ends = through_model(config, parallel, params, tokens, layer)
     return project(config, ends, x, parallel)
 
 
@@ -148,15 +146,4 @@ def project(config: GptConfig, params: Mapping[str, Any], x: jax.Array, parallel
     return values + params["head_bias"] if config.head_bias else values
 
 
-def objective(
-    config: GptConfig,
-    params: Params,
-    tokens: jax.Array,
-    targets: jax.Array,
-    parallel: Parallel = SINGLE_DEVICE,
-    segments: jax.Array | None = None,
-    weights: jax.Array | None = None,
-) -> tuple[jax.Array, Metrics]:
-    """The mean cross-entropy per token in nats: what to differentiate, and the only metric (`llama.loss`)."""
-    value = mean_loss(logits(config, params, tokens, parallel, segments), targets, parallel.ends, weights)
-    return value, {"loss": value}
+objective = loss_alone(logits)

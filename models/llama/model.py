@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from dhelix.models.common.cross_entropy import mean_loss
-from dhelix.models.common.layers import embed, through_layers
+from dhelix.models.common.cross_entropy import loss_alone
+from dhelix.models.common.layers import through_model
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.common.parameters import as_configured, cast_params, initial_layers, layer_specs, normal
-from dhelix.models.common.training import Metrics, Params
+from dhelix.models.common.training import Params
 from dhelix.models.llama.layers import decoder_layer, rms_norm, rotation
 from dhelix.models.llama.llama_config import LlamaConfig
 
@@ -116,13 +116,11 @@ def logits(
       The logits, `[batch, seq / cp, vocab / tp]` in the compute dtype.
     """
     by = rotation(config, parallel.positions(tokens.shape[1], jnp.float32))
-    ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
     def layer(x: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
-        return decoder_layer(config, parallel, parallel.whole_weights(weights), x, by, segments)
+        return decoder_layer(config, parallel, weights, x, by, segments)
 
-    x = embed(config, parallel, ends["embedding"], tokens)
-    x = through_layers(config, layer, x, params["layers"], parallel.gathers_weights)
+    x, ends = through_model(config, parallel, params, tokens, layer)
     return project(config, ends, x, parallel)
 
 
@@ -134,6 +132,9 @@ def project(
     h = ends.gather_sequence(rms_norm(ends.from_layers(x), params["final_norm"], config.norm_eps))
     head = params["embedding"].T if config.tie_embeddings else params["head"]
     return ends.split_features(jnp.einsum("bsh,hv->bsv", h, head))
+
+
+objective = loss_alone(logits)
 
 
 def loss(
@@ -155,22 +156,7 @@ def loss(
       segments: see `logits`.
       weights: the weights of tokens in the mean, whose own mean over all devices is 1. None: all weights are 1.
     """
-    values = logits(config, params, tokens, parallel, segments)
-    return mean_loss(values, targets, parallel.ends, weights)
-
-
-def objective(
-    config: LlamaConfig,
-    params: Params,
-    tokens: jax.Array,
-    targets: jax.Array,
-    parallel: Parallel,
-    segments: jax.Array | None = None,
-    weights: jax.Array | None = None,
-) -> tuple[jax.Array, Metrics]:
-    """The loss: what to differentiate, and the only metric."""
-    value = loss(config, params, tokens, targets, parallel, segments, weights)
-    return value, {"loss": value}
+    return objective(config, params, tokens, targets, parallel, segments, weights)[0]
 
 
 def _as_module(tree: Any, specs: Any) -> Any:

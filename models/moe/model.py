@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dhelix.models.common.cross_entropy import mean_loss
-from dhelix.models.common.layers import embed, through_layers
+from dhelix.models.common.layers import through_model
 from dhelix.models.common.mesh import spec_of
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.common.parameters import as_configured, cast_params, normal
@@ -120,17 +120,15 @@ def logits(
       `[3]`.
     """
     by = rotation(config, parallel.positions(tokens.shape[1], jnp.float32))
-    ends = parallel.whole_weights({name: weight for name, weight in params.items() if name != "layers"})
 
     def layer(state: tuple[jax.Array, jax.Array], weights: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, totals = state
-        weights = parallel.whole_weights(weights)
         x = x + attention_block(config, parallel, weights, x, by, segments)
         more, auxiliary = experts_block(config, parallel, weights, x)
         return x + more, totals + auxiliary
 
-    start = embed(config, parallel, ends["embedding"], tokens), jnp.zeros(len(AUXILIARY), jnp.float32)
-    x, totals = through_layers(config, layer, start, params["layers"], parallel.gathers_weights)
+    none = jnp.zeros(len(AUXILIARY), jnp.float32)
+    (x, totals), ends = through_model(config, parallel, params, tokens, layer, lambda x: (x, none))
     return llama.project(config, ends, x, parallel), totals / config.layers
 
 

@@ -12,14 +12,13 @@ from jax.sharding import PartitionSpec
 from dhelix.errors import DhelixError
 from dhelix.launch.train import trainer
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.models import LlamaConfig, make_mesh, make_train_step
+from dhelix.models import make_mesh, make_train_step
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.tests.models.tiny import TINY
 
-CONFIG = LlamaConfig(
-    vocab=64, hidden=32, layers=5, heads=4, kv_heads=4, head_dim=8, ffn=48, seq=16, dtype="float32"
-)  # fmt: skip
+CONFIG = dataclasses.replace(TINY, layers=5)
 # Adam would not do. With it, a gradient that consists of rounding errors still moves a weight by the learning rate.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)

@@ -20,14 +20,12 @@ from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.mesh import make_mesh
 from dhelix.models.common.parallel import SINGLE_DEVICE
 from dhelix.models.llama import model
-from dhelix.models.llama.llama_config import LlamaConfig
 from dhelix.models.moe.moe_config import MOE_PRESETS
 from dhelix.models.train_step import Sharding, make_train_step, objective_of
+from dhelix.tests.models.tiny import TINY
 from dhelix.tests.quick import slow_but
 
-LLAMA = LlamaConfig(
-    vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, seq=16, dtype="float32"
-)  # fmt: skip
+LLAMA = dataclasses.replace(TINY, kv_heads=2)
 EXPERTS = dataclasses.replace(
     MOE_PRESETS["phi-moe-demo"], vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=16, seq=16,
     capacity_factor=8.0, balance_weight=0.0, z_weight=0.0,

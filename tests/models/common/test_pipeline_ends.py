@@ -16,10 +16,9 @@ from dhelix.models.common.cross_entropy import cross_entropy
 from dhelix.models.common.layers import embed
 from dhelix.models.common.parallel import SINGLE_DEVICE, ManualParallel
 from dhelix.models.llama.model import init_params, param_specs, project
+from dhelix.tests.models.tiny import TINY
 
-CONFIG = LlamaConfig(
-    vocab=64, hidden=32, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=48, seq=16, dtype="float32"
-)  # fmt: skip
+CONFIG = TINY
 
 # The tests only compare values, so optimization by LLVM would cost more time than it saves.
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -16,19 +16,9 @@ from jax.sharding import PartitionSpec
 from dhelix.models import Llama, LlamaConfig, Training, TrainState, make_mesh, make_train_step
 from dhelix.models.common.parallel import AutoParallel
 from dhelix.models.llama.model import init_params, param_specs
+from dhelix.tests.models.tiny import TINY
 
-CONFIG = LlamaConfig(
-    vocab=64,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_dim=8,
-    ffn=48,
-    seq=16,
-    dtype="float32",
-    param_dtype="float32",
-)
+CONFIG = TINY
 MICROBATCHES = 2
 ROWS = 8
 

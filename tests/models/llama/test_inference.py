@@ -10,24 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dhelix.models import LlamaConfig, make_mesh
+from dhelix.models import make_mesh
 from dhelix.models.common.parallel import SINGLE_DEVICE, TensorParallel
 from dhelix.models.llama.inference import Cache, cache_shapes, cache_specs, decode, prefill
 from dhelix.models.llama.model import init_params, logits, param_specs
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
+from dhelix.tests.models.tiny import TINY
 
-CONFIG = LlamaConfig(
-    vocab=64,
-    hidden=32,
-    layers=2,
-    heads=16,
-    kv_heads=8,
-    head_dim=8,
-    ffn=48,
-    rope_factor=8.0,
-    dtype="float32",
-    param_dtype="float32",
-)
+CONFIG = dataclasses.replace(TINY, heads=16, kv_heads=8, rope_factor=8.0)
 BATCH, PROMPT, SEQ, CAPACITY = 8, 5, 8, 10
 
 # The tests only compare values, so optimization by LLVM would cost more time than it saves.

@@ -11,18 +11,9 @@ from dhelix.models import LlamaConfig
 from dhelix.models.common.layers import rotate
 from dhelix.models.common.parallel import SINGLE_DEVICE
 from dhelix.models.llama.layers import attention_block, rms_norm, rotation
+from dhelix.tests.models.tiny import TINY
 
-CONFIG = LlamaConfig(
-    vocab=64,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffn=48,
-    dtype="float32",
-    param_dtype="float32",
-)
+CONFIG = dataclasses.replace(TINY, kv_heads=2)
 
 
 def normal(seed: int, *shape: int) -> Any:

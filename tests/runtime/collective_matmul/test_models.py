@@ -11,22 +11,12 @@ import pytest
 from dhelix.models import LlamaConfig, make_mesh
 from dhelix.models.common.parallel import ManualParallel
 from dhelix.models.llama import model as llama
-from dhelix.models.train_step import accumulate_gradients, over_mesh, reduce_gradients
+from dhelix.models.train_step import accumulate_gradients, over_mesh
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
+from dhelix.tests.models.tiny import TINY
 from dhelix.tests.runtime.collective_matmul.programs import assert_close, fast_jit
 
-CONFIG = LlamaConfig(
-    vocab=64,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_dim=8,
-    ffn=48,
-    seq=16,
-    dtype="float32",
-    param_dtype="float32",
-)
+CONFIG = TINY
 MESH = make_mesh(1, 4)
 
 
@@ -46,9 +36,9 @@ def step(config: LlamaConfig, collective_matmuls: CollectiveMatmuls | None) -> A
     def local(params: Any, batch: Any) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         parallel = ManualParallel(collective_matmuls=collective_matmuls)
         gradients, metrics = accumulate_gradients(llama, config, parallel, 2, params, batch)
-        return jax.lax.pmean(metrics["loss"], "dp"), reduce_gradients(gradients, specs, MESH), {}
+        return metrics["loss"], gradients, {}
 
-    return fast_jit(over_mesh(local, MESH, specs))
+    return fast_jit(over_mesh(local, config, MESH, specs))
 
 
 @functools.cache
