@@ -83,8 +83,9 @@ class GptConfig(DecoderConfig):
 # (arXiv 2005.14165, table 2.1) and in Megatron-LM's 18.4B (arXiv 2104.04473, table 1). All else is as in Megatron-LM:
 # its padded vocabulary, a learned table of positions as long as the sequence, and a tied embedding.
 #
-# Phi-2 and MPT-7B are their configurations (microsoft/phi-2 and mosaicml/mpt-7b, config.json). They are among the
-# models of the Lagom paper, which leaves the sequence length open.
+# Phi-2 is its configuration (microsoft/phi-2, config.json). MPT-7B has the sizes of llm-foundry's mpt-7b.yaml, and the
+# vocabulary of the published model's card, which is padded to 50,432 instead of 50,368. Both are among the models of
+# the Lagom paper, which leaves the sequence length open.
 GPT_PRESETS = MappingProxyType({
     "gpt-demo": GptConfig(
         vocab=256, hidden=128, layers=4, heads=8, kv_heads=8, head_dim=16, ffn=512, seq=128,

@@ -13,6 +13,7 @@ BACKWARD_NAME = "transpose("  # JAX writes it into the name stacks of operations
 ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # a loop over micro-batches with two strands
 LAYERS = "strand_layers"  # a merged loop over layers
+INSIDE = "inside: "  # begins the text of a merged loop that is in another one, such as a ring in a layer
 REPLICAS = "sum_over_replicas"  # a sum of parts on different devices
 FIRST, LAST = "first_layers", "last_layers"  # loops over the first and the other layers (`strand_skew`), forward
 FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"  # the same, backward

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dhelix.passes.analysis.names import INSIDE
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import MANY_GUESSES, Gain, guesses
 from dhelix.passes.framework.units import milliseconds
@@ -61,7 +62,8 @@ def _changed(found: Report) -> str:
     strands = next((note for note in notes if "merged_loops" in note.facts), None)
     if strands is None:
         return f"changed by {', '.join(entry.name for entry in found if entry.changed)}"
-    layers = [match[1] for loop in strands.facts["merged_loops"] if (match := _LAYERS.search(str(loop)))]
+    loops = [str(loop) for loop in strands.facts["merged_loops"]]
+    layers = [match[1] for loop in loops if not loop.startswith(INSIDE) and (match := _LAYERS.search(loop))]
     unit = "layer" if set(layers) == {"1"} else "layers"
     over = f" over {' and '.join(dict.fromkeys(layers))} {unit}" if layers else f" ({_why_no_layers(found)})"
     count = strands.facts.get("microbatches")

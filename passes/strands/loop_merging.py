@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.analysis.names import LAYERS
+from dhelix.passes.analysis.names import INSIDE, LAYERS
 from dhelix.passes.analysis.work import is_layer_loop, loop_work
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Computation, Instruction
@@ -51,7 +51,8 @@ def merge_loops(
         the other strand merge with each other, and unmerged loops get no notes.
 
     Returns:
-      One text for each merged layer loop, in execution order. The text names the loop's parts and its trip count.
+      One text for each merged layer loop, in execution order. The text names the loop's parts and its trip count. The
+      text of a loop inside another one begins with `INSIDE`.
     """
     computation.sort()
     merging = _Merging(computation, forward, backward, context)
@@ -64,10 +65,14 @@ def merge_loops(
     merged: list[str] = []
     for group in merging.in_order():
         if group.count > 1:
-            if is_layer_loop(group.loop):
-                merged.append(f"{group} x {group.trips}")
-            merged += merge_loops(group.loop.called[0], *group.inner, context)  # Step 4
+            nested = merge_loops(group.loop.called[0], *group.inner, context)  # Step 4
+            merged += [f"{group} x {group.trips}", *inside(nested)] if is_layer_loop(group.loop) else nested
     return merged
+
+
+def inside(merged: Sequence[str]) -> list[str]:
+    """The texts of merged loops, which are inside another merged loop."""
+    return [INSIDE + text.removeprefix(INSIDE) for text in merged]
 
 
 def loops_of(computation: Computation) -> list[Instruction]:

@@ -36,7 +36,7 @@ from dhelix.passes.hlo.manual_computation import (
     make_manual,
     manual_computations,
 )
-from dhelix.passes.strands.loop_merging import loops_of, merge_loops
+from dhelix.passes.strands.loop_merging import inside, loops_of, merge_loops
 
 _Copies = dict[Instruction, Instruction]
 
@@ -66,7 +66,7 @@ def merge_manual_computations(
             used |= {f.call, b.call}
             merged += _merge(computation, f, b, context)
     for loop in merged_loops(computation):
-        merged += _in_each_strand(loop.called[0], context)
+        merged += inside(_in_each_strand(loop.called[0], context))
     return merged
 
 

@@ -104,6 +104,11 @@ def test_rings_of_both_strands(loss: Function, loops: list[str], monkeypatch: py
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, strands)
 
 
+def test_the_headline_counts_layers_and_not_the_hops_of_a_ring() -> None:
+    report = strand_interleave(step(loss(attention(scanned=True))), microbatches=MICROBATCHES).preview(*arguments())
+    assert f"two strands over {LAYERS} layers, {MICROBATCHES} micro-batches" in str(report)
+
+
 def manual_calls(loss: Function) -> list[Instruction]:
     """Calls of shard_maps in the merged layer loop of a loss."""
 
