@@ -6,7 +6,8 @@
     def train_step(params, opt_state, batch):
         loss, grads = value_and_grad(loss_fn)(params, batch)      # in place of jax.value_and_grad
 
-The public names are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError` and `__version__`. Two
+The public names are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError`, `__version__`, and for
+sharded states (docs/guide/sharding.md) `sharding_plan`, `mesh_of`, `shard_state`, `gather_state`, `state_shardings`. Two
 modules are also meant for users, but their interfaces may change between versions. `dhelix.deviceless` makes meshes of
 GPUs that this machine does not have. `dhelix.collective_matmul` offers collective matmuls as functions.
 
@@ -22,16 +23,26 @@ if TYPE_CHECKING:
     from dhelix.runtime import collective_matmul
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.pipeline.fold import Fold
+    from dhelix.runtime.sharding.placed_states import gather_state, shard_state, state_shardings
+    from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
     from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
     from dhelix.runtime.step.strand_interleave import strand_interleave
 
     __version__: str
 
-__all__ = ["DhelixError", "Fold", "collective_matmul", "deviceless", "strand_interleave", "value_and_grad"]
+__all__ = [
+    "DhelixError", "Fold", "collective_matmul", "deviceless", "gather_state", "mesh_of", "shard_state",
+    "sharding_plan", "state_shardings", "strand_interleave", "value_and_grad",
+]  # fmt: skip
 
 _HOMES = {
     "DhelixError": "dhelix.errors",
     "Fold": "dhelix.runtime.pipeline.fold",
+    "gather_state": "dhelix.runtime.sharding.placed_states",
+    "mesh_of": "dhelix.runtime.sharding.state_plan",
+    "shard_state": "dhelix.runtime.sharding.placed_states",
+    "sharding_plan": "dhelix.runtime.sharding.state_plan",
+    "state_shardings": "dhelix.runtime.sharding.placed_states",
     "strand_interleave": "dhelix.runtime.step.strand_interleave",
     "value_and_grad": "dhelix.runtime.step.microbatches.value_and_grad",
 }

@@ -31,6 +31,7 @@ from dhelix.runtime.step.argument_keys import leaf_key
 from dhelix.runtime.step.frameworks import front_choice
 from dhelix.runtime.step.microbatches.value_and_grad import Microbatching, microbatching
 from dhelix.runtime.step.options import JitOptions, StepOptions
+from dhelix.runtime.sharding.sharded_program import sharded_program
 from dhelix.runtime.step.specialization import Specialization
 from dhelix.runtime.step.step_passes import pass_manager
 
@@ -111,6 +112,7 @@ class InterleavedStep[**P, R]:
         self._hosts = FirstRun(self.__name__, self._asked())
         self._splits = False  # whether the step is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
+        self._sharded: dict[Hashable, jax.stages.Compiled] = {}  # plain steps with sharded states
         self._lock = threading.RLock()
 
     def with_jit(self, jit: front_choice.Jit) -> InterleavedStep:
@@ -146,7 +148,7 @@ class InterleavedStep[**P, R]:
         Arguments may be `jax.ShapeDtypeStruct`s. If dhelix is switched off, the result is the unchanged program.
         """
         if not registration.on():
-            return self._jitted.lower(*args, **kwargs)
+            return self._original(self._jitted.lower(*args, **kwargs))
         return self._specialize(self._key(args, kwargs), args, kwargs).lowered
 
     @_through_front
@@ -223,7 +225,7 @@ class InterleavedStep[**P, R]:
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             if not on:
-                lowered = self._jitted.lower(*args, **kwargs)
+                lowered = self._original(self._jitted.lower(*args, **kwargs))
                 return lowered, lowered.compile()
             chosen = self._specialize(key, args, kwargs)
             compiled = chosen.compile() or chosen.original.compile()
@@ -240,6 +242,7 @@ class InterleavedStep[**P, R]:
         """Forgets all compiled programs and frees their memory."""
         with self._lock:
             self._specializations.clear()
+            self._sharded.clear()
             self._hosts.clear()
             for front in self._fronts.values():
                 front.clear_cache()
@@ -319,7 +322,8 @@ class InterleavedStep[**P, R]:
                 lowered = self._jitted.lower(*args, **kwargs)
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
-                self._specializations[same] = Specialization(self.__name__, self._label, self.options, lowered)
+                original = self._original(lowered)
+                self._specializations[same] = Specialization(self.__name__, self._label, self.options, original)
             if key is not None:
                 self._specializations[key] = self._specializations[same]
             return self._specializations[same]
@@ -333,7 +337,19 @@ class InterleavedStep[**P, R]:
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         with front_choice.captured_objects_named(self._function, self.__name__):
-            return self._jitted(*args, **kwargs)
+            if self.options.sharding is None or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+                return self._jitted(*args, **kwargs)
+            key = self._key(args, kwargs)
+            if key not in self._sharded:
+                self._sharded[key] = self._original(self._jitted.lower(*args, **kwargs)).compile()
+            _, (args, kwargs) = self._separate(args, kwargs)
+            return self._sharded[key](*args, **kwargs)
+
+    def _original(self, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+        """The step before any pass makes strands: as `jax.jit` lowers it, with its states sharded as asked."""
+        if self.options.sharding is None:
+            return lowered
+        return sharded_program(lowered, self.options.sharding, self.options.dump_to)[0]
 
     def _key(self, args: Any, kwargs: Any) -> Hashable | None:
         """The key by which `jax.jit` distinguishes programs; None if `jax.jit` does not accept an argument."""

@@ -93,10 +93,13 @@ class Parts:
         sums: dict[Instruction, Instruction] = {}
         for reader, number in one.ends:  # (4)
             value = reader.operands[number]
+            stored = _stored(reader)
             if value not in sums:
-                sums[value] = sum_of_parts(value, self._open[value], summed_in)
+                sums[value] = sum_of_parts(value, self._open[value], summed_in, stored)
                 self._closed[sums[value]] = value
             reader.operands[number] = sums[value]
+            if stored is not None:
+                replace_uses(reader.computation, reader, sums[value])
 
     def of(self, value: Instruction) -> Instruction:
         """The parts of `value`, as an array [replicas, *shape of `value`] in the same computation."""
@@ -321,8 +324,21 @@ def _widen(shape: Any, rank: int, count: int) -> int:
     return at
 
 
-def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
-    """The sum of `value` along dimension `at`, added up in `element_type` and converted to the type of `value`."""
+def _stored(reader: Instruction) -> Instruction | None:
+    """The sharding constraint that says how a final sum is stored, if `reader` only says how it was accumulated.
+
+    `passes/sharding/state_sharding.py` makes such pairs of constraints. None: `reader` is another instruction.
+    """
+    users = reader.computation.users()[reader] if is_sharding_constraint(reader) else []
+    return users[0] if len(users) == 1 and is_sharding_constraint(users[0]) else None
+
+
+def sum_of_parts(value: Instruction, at: int, element_type: int, stored: Instruction | None = None) -> Instruction:
+    """The sum of `value` along dimension `at`, added up in `element_type` and converted to the type of `value`.
+
+    If the sharding constraint `stored` is given, the sum is split as it says. The partitioner then makes one
+    reduce-scatter, because nothing stands between the sum and the constraint.
+    """
     builder = Builder(value.computation)
     sizes = list(value.shape.dimensions)
     del sizes[at]
@@ -336,6 +352,9 @@ def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
         called=[addition(builder, element_type)],
         dimensions=[at],
     )
+    if stored is not None:
+        made = builder.copy(stored, [made])
+        made.proto.shape.CopyFrom(shapes.array(element_type, sizes))
     return builder.make("convert", shapes.array(value.shape.element_type, sizes), [made])
 
 

@@ -1,0 +1,222 @@
+"""Shards the model states of a data-parallel step: the optimizer works on shards, and only parameters are gathered.
+
+Before, with parameters p and optimizer states m that are placed in shards, as XLA's partitioner would run it:
+
+    g  = sum over replicas of gradients(p, batch)
+    m' = 0.9 m + 0.1 g                             all-gathers of m, because g is whole
+    p' = p - m'
+
+After, where `shard` and `whole` are sharding constraints:
+
+    w  = whole(p)                                  all-gather of p; whole() keeps the axes over which p stays split
+    g  = shard(sum over replicas of gradients(w, batch))           reduce-scatter, or all-reduce and slice
+    m' = shard(0.9 m + 0.1 g)                      each device updates its own shard
+    p' = shard(p - m')
+
+Contract
+    Consumes  a step whose state is an argument and a result, with arguments that are split over data-parallel mesh axes
+              (`shard_state`). An *update* is the part of the program from which a new state is computed element by
+              element. The pass finds it backwards from the results.
+    Makes     sharding constraints, and nothing else: on the inputs of updates, on new states, and on parameters where
+              the model reads them. A state that is read outside of updates is a parameter. With `gradients` split over
+              more axes than `parameters`, the accumulators of a loop over micro-batches are split over them, too.
+    Leaves    results that are not computed from a placed state; programs that were lowered for GSPMD. Refuses a program
+              without any placed state.
+
+Why it is legal: a sharding constraint never changes a value. It only decides where a value is stored.
+Cost: the all-gathers and reduce-scatters of AMSP section IV-C; `passes/sharding/step_times.py` predicts them.
+Paper: AMSP sections IV-B and V-B, with tensors split inside (each tensor into equal shards).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.framework.manager import PassContext, Stage
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
+from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
+from dhelix.passes.hlo.manual_computation import inline_all
+from dhelix.passes.sharding.narrow_reads import narrow
+
+_ELEMENTWISE = frozenset(
+    "abs add and atan2 cbrt ceil clamp compare convert copy cosine divide exponential exponential-minus-one floor "
+    "is-finite log log-plus-one logistic maximum minimum multiply negate not or power remainder round-nearest-even "
+    "rsqrt select sign sine sqrt subtract tanh xor".split()
+)
+_EVERYWHERE_EQUAL = frozenset("broadcast constant iota".split())
+
+
+@dataclass(frozen=True)
+class StateSharding:
+    """Shards model states.
+
+    Attributes:
+      data: the data-parallel mesh axes.
+      optimizer: those of `data` over which states are split between steps.
+      parameters: those of `data` over which parameters stay split while the model reads them.
+      gradients: those of `data` over which gradients are split in each micro-batch.
+    """
+
+    data: Axes
+    optimizer: Axes
+    parameters: Axes = ()
+    gradients: Axes = ()
+
+    name = "state-sharding"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        entry = module.entry
+        inline_all(entry)
+        updates = [one for one in map(_Update.of, _results(entry)) if one.places(self.data)]  # (1)
+        self._check_placed(updates)
+        inside = {i for one in updates for i in one.steps}
+        read = self._parameters(entry, updates, inside)  # (2)
+        gradients = self._inputs(entry, updates)  # (3)
+        self._new_states(entry, updates)  # (4)
+        entry.sort()
+        context.note(
+            "model states sharded", None, states=len(updates), parameters=read, gradients=gradients,
+            bytes=sum(shapes.byte_size(one.result.shape) for one in updates),
+        )  # fmt: skip
+        return True
+
+    def _check_placed(self, updates: list[_Update]) -> None:
+        """Refuses states that are placed under another plan, or not at all."""
+        over = {_data_axes(split, self.data) for split in _placed(updates, self.data).values()}
+        wrong = [axes for axes in over if not axes <= set(self.optimizer)]
+        if not over or wrong:
+            placed = f"split over {', '.join(sorted(wrong[0]))}" if wrong else "whole on every device"
+            raise PassRefusal(
+                f"the state is {placed}, but this plan splits it over {', '.join(self.optimizer)}; "
+                "place it: state = dhelix.shard_state(state, plan)"
+            )
+
+    def _parameters(self, entry: Computation, updates: list[_Update], inside: set[Instruction]) -> int:
+        """Gathers placed states where something other than an update reads them. Returns their number."""
+        users, gathered = entry.users(), 0
+        for state, split in _placed(updates, self.data).items():
+            readers = [user for user in users[state] if user not in inside and user is not entry.root]
+            if not readers:
+                continue
+            kept = [_only(over, self.parameters, self.data) for over in split.over]
+            whole = constrained(Builder(entry), state, kept, split.mesh, {})
+            for reader in readers:
+                reader.operands = [whole if operand is state else operand for operand in reader.operands]
+            narrow(whole)
+            gathered += 1
+        return gathered
+
+    def _inputs(self, entry: Computation, updates: list[_Update]) -> int:
+        """Splits the values that updates start from, such as gradients. Returns their number."""
+        sharded, program = dict[Instruction, Instruction](), list(entry.instructions)
+        for one in updates:
+            split = one.split(self.data)
+            for value in one.inputs:
+                if value not in sharded:
+                    held = self._accumulated(value, split)
+                    sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
+        for instruction in program:
+            instruction.operands = [sharded.get(operand, operand) for operand in instruction.operands]
+        return len(sharded)
+
+    def _accumulated(self, value: Instruction, split: Split) -> Instruction:
+        """Splits an accumulator of a loop over micro-batches as `gradients` says. Returns it, after the loop."""
+        if value.opcode != "get-tuple-element" or value.operands[0].opcode != "while":
+            return value
+        kept = [_only(over, self.gradients, self.data) for over in split.over]
+        body, k = value.operands[0].called[0], value.tuple_index
+        if self.gradients and body.root.opcode == "tuple":
+            body.root.operands[k] = constrained(Builder(body), body.root.operands[k], kept, split.mesh, {})
+            body.sort()
+        return constrained(Builder(value.computation), value, kept, split.mesh, {})
+
+    def _new_states(self, entry: Computation, updates: list[_Update]) -> None:
+        root = entry.root
+        new = {one.result: one.split(self.data) for one in updates}
+        made = {
+            value: constrained(Builder(entry), value, split.over, split.mesh, {})
+            for value, split in new.items()
+            if not (is_sharding_constraint(value) and stated(value) == split)
+        }
+        root.operands = [made.get(operand, operand) for operand in root.operands]
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The part of a program that computes a result element by element.
+
+    Attributes:
+      result: the result.
+      steps: elementwise instructions of the result's dimensions, up to the result.
+      states: parameters of the entry that the steps read, in the order of the entry.
+      inputs: other values of the result's dimensions that the steps read.
+    """
+
+    result: Instruction
+    steps: tuple[Instruction, ...]
+    states: tuple[Instruction, ...]
+    inputs: tuple[Instruction, ...]
+
+    @classmethod
+    def of(cls, result: Instruction) -> _Update:
+        """The update that computes `result`."""
+        size = list(result.shape.dimensions)
+        steps, states, inputs = dict[Instruction, None](), dict[Instruction, None](), dict[Instruction, None]()
+        seen, stack = {result}, [result]
+        while stack:
+            value = stack.pop()
+            if value.opcode == "parameter":
+                states[value] = None
+            elif value.opcode in _ELEMENTWISE or is_sharding_constraint(value):
+                steps[value] = None
+                alike = [o for o in value.operands if list(o.shape.dimensions) == size and o not in seen]
+                seen.update(alike)
+                stack.extend(reversed(alike))
+            elif value.opcode not in _EVERYWHERE_EQUAL:
+                inputs[value] = None
+        ordered = sorted(states, key=lambda state: state.proto.parameter_number)
+        return cls(result, tuple(steps), tuple(ordered), tuple(inputs))
+
+    def places(self, data: Axes) -> bool:
+        """Whether a state of the update is split over data-parallel axes."""
+        return any(_is_placed(state, data) for state in self.states)
+
+    def split(self, data: Axes) -> Split:
+        """How the result is split: as the first placed state."""
+        found = stated(next(state for state in self.states if _is_placed(state, data)))
+        assert found is not None
+        return found
+
+
+def _results(entry: Computation) -> list[Instruction]:
+    root = entry.root
+    found = root.operands if root.opcode == "tuple" else [root]
+    return [value for value in dict.fromkeys(found) if list(value.shape.dimensions)]
+
+
+def _placed(updates: Iterable[_Update], data: Axes) -> dict[Instruction, Split]:
+    states = [state for one in updates for state in one.states if _is_placed(state, data)]
+    return {state: split for state in dict.fromkeys(states) if (split := stated(state)) is not None}
+
+
+def _is_placed(state: Instruction, data: Axes) -> bool:
+    split = stated(state)
+    return split is not None and bool(_data_axes(split, data))
+
+
+def _data_axes(split: Split, data: Axes) -> frozenset[str]:
+    return frozenset(name for axes in split.axes for axis in axes if (name := _name(axis)) in data)
+
+
+def _name(axis: str) -> str:
+    """The name of an axis in a sharding's text, which may have a part of the axis: `"dp":(1)2`."""
+    return re.sub(r":.*", "", axis).strip('"')
+
+
+def _only(over: Over, kept: Axes, data: Axes) -> Over:
+    """The axes of a dimension without the data-parallel axes that are not among `kept`."""
+    return None if over is None else tuple(axis for axis in over if axis in kept or axis not in data)

@@ -1,0 +1,136 @@
+"""Places the state of a train step in shards, and brings it together again.
+
+    state = shard_state(state, "zero1")          # each device holds its share of parameters and optimizer states
+    state, metrics = train_step(state, batch)    # @strand_interleave(sharding="zero1"): takes and returns shards
+    whole = gather_state(state, "zero1")         # as before shard_state: for evaluation, or for another plan
+
+Between steps, all states are split over the devices of the optimizer's factor, parameters too: the next step gathers
+parameters when it needs them. A checkpoint stores such a state like any other sharded state. `state_shardings` gives
+the shardings into which a checkpoint is restored, also under another plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dhelix.passes.sharding.factors import ShardingError
+from dhelix.runtime.sharding.state_plan import SplitAxes, sharding_plan
+
+type _Entry = tuple[str, ...]
+
+
+def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
+    """Places a state in shards.
+
+    Args:
+      state: parameters, optimizer states and whatever belongs to them: a pytree of arrays. Arrays may be split over
+        other mesh axes, such as "tp".
+      plan: what `sharding_plan` takes.
+      mesh: the mesh; default: that of the state's arrays.
+
+    Returns:
+      The same state. The first dimension that allows it is split over the axes of the plan, but not the dimension of
+      stacked layers, which a scan reads one after the other. Arrays without such a dimension stay whole.
+
+    Raises:
+      ShardingError: the mesh is unknown, or does not fit the plan.
+    """
+    return jax.device_put(state, state_shardings(state, plan, mesh))
+
+
+def gather_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
+    """Brings a state together: every data-parallel device holds all of it. The inverse of `shard_state`."""
+    mesh = _mesh_of(state, mesh)
+    data = sharding_plan(plan).on(mesh.shape).data
+    return jax.device_put(state, jax.tree.map(lambda leaf: _named(mesh, _without(leaf, data)), state))
+
+
+def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
+    """The shardings of a state under a plan: a pytree like `state`, which may hold `jax.ShapeDtypeStruct`s."""
+    mesh = _mesh_of(state, mesh)
+    axes = sharding_plan(plan).on(mesh.shape)
+    stacks = _stacks(state)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _sharding(leaf, axes, mesh, 1 if path in stacks else 0), state
+    )
+
+
+def _stacks(state: Any) -> set[Any]:
+    """The paths of arrays that stack layers along dimension 0.
+
+    The nearest group of arrays decides: all of them have the same dimension 0, at least one has three dimensions, and
+    each has two or more.
+    """
+    leaves = [(path, leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if len(leaf.shape)]
+    groups: dict[Any, list[Sequence[int]]] = {}
+    for path, shape in leaves:
+        for length in range(len(path)):
+            groups.setdefault(path[:length], []).append(shape)
+
+    def is_stack(path: Any) -> bool:
+        group = next((groups[path[:n]] for n in reversed(range(len(path))) if len(groups[path[:n]]) > 1), [])
+        ranks = [len(shape) for shape in group]
+        return bool(group) and min(ranks) > 1 and max(ranks) > 2 and len({shape[0] for shape in group}) == 1
+
+    return {path for path, _ in leaves if is_stack(path)}
+
+
+def _sharding(leaf: Any, axes: SplitAxes, mesh: Mesh, first: int) -> NamedSharding:
+    spec = _without(leaf, axes.data)
+    ways = (axes.inside_out, axes.inside_out[: len(axes.gradients)], axes.parameters)
+    for over in dict.fromkeys(ways):
+        dimension = _dimension(leaf.shape, spec, over, mesh, first)
+        if over and dimension is not None:
+            spec[dimension] = (*spec[dimension], *over)
+            break
+    return _named(mesh, spec)
+
+
+def _dimension(
+    shape: Sequence[int], spec: Sequence[_Entry], over: _Entry, mesh: Mesh, first: int
+) -> int | None:
+    """The dimension to split over the axes `over`: from `first` on, the first that divides and is not split yet.
+
+    Collectives exchange contiguous parts, so splitting a later dimension would cost transposes.
+    """
+    parts = math.prod(mesh.shape[axis] for axis in over)
+
+    def divides(dimension: int) -> bool:
+        return shape[dimension] % (parts * math.prod(mesh.shape[axis] for axis in spec[dimension])) == 0
+
+    def is_split(dimension: int) -> bool:
+        return any(mesh.shape[axis] > 1 for axis in spec[dimension])
+
+    found = [dimension for dimension in range(first, len(shape)) if divides(dimension)]
+    return min(found, key=lambda dimension: (is_split(dimension), dimension), default=None)
+
+
+def _without(leaf: Any, data: _Entry) -> list[_Entry]:
+    """For each dimension of an array, the mesh axes that split it, without the axes `data`."""
+    sharding = getattr(leaf, "sharding", None)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    axes += [()] * (len(leaf.shape) - len(axes))
+    return [tuple(axis for axis in entry if axis not in data) for entry in axes]
+
+
+def _named(mesh: Mesh, spec: Sequence[_Entry]) -> NamedSharding:
+    entries = [entry[0] if len(entry) == 1 else entry or None for entry in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def _mesh_of(state: Any, mesh: Mesh | None) -> Mesh:
+    if mesh is not None:
+        return mesh
+    for leaf in jax.tree.leaves(state):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh if isinstance(sharding.mesh, Mesh) else sharding.mesh.abstract_mesh  # pyright: ignore
+    raise ShardingError("the state's arrays are on no mesh; give one: shard_state(state, plan, mesh)")

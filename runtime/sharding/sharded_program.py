@@ -1,0 +1,54 @@
+"""A lowered step that works on sharded states: the program on which all other passes and the plain step are based."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import StageReport
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo.constraints import mesh_axes, meshes
+from dhelix.passes.sharding.factors import ShardingError
+from dhelix.passes.sharding.state_sharding import StateSharding
+from dhelix.runtime.compiler import lowering
+from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, sharding_plan
+
+
+def sharded_program(
+    lowered: jax.stages.Lowered, plan: Any, dump_to: str | Path | None = None
+) -> tuple[jax.stages.Lowered, StageReport | None]:
+    """Returns a lowered step with its states sharded, and the report of the pass that did it.
+
+    Args:
+      lowered: the step, lowered for states that `shard_state` has placed.
+      plan: what `sharding_plan` takes.
+      dump_to: folder for the HLO before and after the pass.
+
+    Returns:
+      The step and the report; the unchanged step and None if the plan shards nothing.
+
+    Raises:
+      DhelixError: the mesh does not fit the plan, or no state is placed.
+    """
+    made = sharding_plan(plan)
+    program = lowering.hlo_bytes(lowered)
+    axes = _axes(HloModule.from_bytes(program), made)
+    if not axes.optimizer:
+        return lowered, None
+    one = StateSharding(axes.data, axes.optimizer, axes.parameters, axes.gradients)
+    name = lowering.module_name(lowered)
+    after, report = PassManager((one,), strict=True, dump_to=dump_to).run(Stage.LOWERED, program, name)
+    return (lowered if after is None else lowering.with_hlo(lowered, after)), report
+
+
+def _axes(module: HloModule, plan: StatePlan) -> SplitAxes:
+    known = [{axis.strip('"'): size for axis, size in mesh_axes(module, name).items()} for name in meshes(module)]
+    if not known:
+        raise ShardingError(
+            "the step's arguments are on no mesh; place the state with dhelix.shard_state(state, plan, mesh)"
+        )
+    fits = [mesh for mesh in known if set(plan.axes) <= mesh.keys()]
+    return plan.on(fits[0] if fits else known[0])

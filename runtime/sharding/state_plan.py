@@ -1,0 +1,165 @@
+"""How a train step shards its model states: factors, and the mesh axes that carry them out.
+
+    plan = sharding_plan("zero1")                                  # all of the mesh axis "dp"
+    plan = sharding_plan("mics", axes=("replica", "shard"))        # copies over "replica", shards over "shard"
+    plan = sharding_plan(Factors(Factor(8, 2), ONE, ONE, Factor(8)), axes=("node", "gpu"))
+    plan = sharding_plan("plan.json")                              # the sharding section of a plan file
+
+Data-parallel devices are split by one or several mesh axes, the major one first. A factor is carried out by the last of
+these axes: with the axes ("replica", "shard") of sizes 4 and 8, states can be sharded over 1, 8 or 32 devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from dhelix.passes.sharding.factors import STRATEGIES, Factor, Factors, ShardingError
+
+type Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """A plan for the model states of a step. `sharding_plan` makes one.
+
+    Attributes:
+      factors: the factors; a strategy's name if they follow from the mesh.
+      axes: the data-parallel mesh axes, the major one first.
+    """
+
+    factors: Factors | str
+    axes: Axes = ("dp",)
+
+    def on(self, mesh: Mapping[str, int]) -> SplitAxes:
+        """The axes of `mesh` (sizes by name) that split each state.
+
+        Raises:
+          ShardingError: the mesh lacks an axis, has another number of devices, or no axes carry out a factor.
+        """
+        missing = [axis for axis in self.axes if axis not in mesh]
+        if missing:
+            raise ShardingError(
+                f"the mesh has no axis {missing[0]!r}, only {', '.join(mesh)}; say which axes are data-parallel: "
+                f"sharding_plan(..., axes=('{next(iter(mesh))}',))"
+            )
+        sizes = [mesh[axis] for axis in self.axes]
+        devices = math.prod(sizes)
+        factors = self.factors
+        if isinstance(factors, str):
+            inner = Factor(sizes[-1]) if len(sizes) > 1 else None
+            factors = Factors.named(factors, Factor(sizes[-1], devices // sizes[-1]), inner)
+        if factors.mesh.size != devices:
+            raise ShardingError(
+                f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but the mesh axes "
+                f"{', '.join(self.axes)} have {devices}"
+            )
+        found = {name: self._carrying_out(name, factor, sizes) for name, factor in factors.states()}
+        return SplitAxes(self.axes, **found)
+
+    def _carrying_out(self, state: str, factor: Factor, sizes: Sequence[int]) -> Axes:
+        for first in range(len(sizes) + 1):
+            if math.prod(sizes[first:]) == factor.size:
+                return self.axes[first:]
+        have = " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, sizes, strict=True))
+        raise ShardingError(
+            f"{state} are sharded over {factor.size} devices, which the last of the axes {have} do not have; split the "
+            "axis: mesh_of(plan, tp=...) makes a mesh that fits, and says its axes"
+        )
+
+
+@dataclass(frozen=True)
+class SplitAxes:
+    """The mesh axes that split model states, each the major axis first.
+
+    Attributes:
+      data: all data-parallel axes.
+      parameters, gradients, optimizer: those of them that split this state.
+    """
+
+    data: Axes
+    parameters: Axes = ()
+    gradients: Axes = ()
+    optimizer: Axes = ()
+
+    @property
+    def inside_out(self) -> Axes:
+        """The axes of the optimizer states, in the order in which they split a dimension.
+
+        Those of the parameters come first. So the share that a device updates lies within the share that it holds.
+        """
+        rest = [axis for axis in self.gradients if axis not in self.parameters]
+        last = [axis for axis in self.optimizer if axis not in (*self.parameters, *rest)]
+        return (*self.parameters, *rest, *last)
+
+
+def sharding_plan(plan: StatePlan | Factors | str | Path | Any, axes: Sequence[str] | str | None = None) -> StatePlan:
+    """Reads what the user says about sharded states.
+
+    Args:
+      plan: the name of a strategy, `Factors`, a `StatePlan`, or a plan with a sharding section, or its file.
+      axes: the data-parallel mesh axes, the major one first; default: "dp", or those of `plan`.
+
+    Raises:
+      ShardingError: `plan` is none of these.
+    """
+    given = (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes)
+    if isinstance(plan, StatePlan):
+        return StatePlan(plan.factors, given or plan.axes)
+    if isinstance(plan, str) and plan in STRATEGIES or isinstance(plan, Factors):
+        return StatePlan(plan, given or ("dp",))
+    if isinstance(plan, str) and not plan.endswith(".json"):
+        raise ShardingError(f"sharding={plan!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a plan's file")
+    section = _section(plan)
+    return StatePlan(section.factors, given or ("dp",))
+
+
+def _section(plan: Any) -> Any:
+    from dhelix.passes.plans import plan_files  # loading a plan needs what a strategy's name does not
+
+    loaded = plan_files.load(plan) if isinstance(plan, str | Path) else plan
+    section = getattr(loaded, "sharding", loaded)
+    if not isinstance(getattr(section, "factors", None), Factors):
+        raise ShardingError(
+            f"{plan!r} says nothing about sharding; `dhelix shard --out plan.json` writes a plan that does"
+        )
+    return section
+
+
+def mesh_of(
+    plan: StatePlan | Factors | str, devices: Sequence[Any] | None = None, **others: int
+) -> tuple[Mesh, StatePlan]:
+    """A mesh whose data-parallel axes fit a plan, and the plan with these axes.
+
+    Args:
+      plan: what `sharding_plan` takes.
+      devices: devices in order, those of a node next to each other; default: all.
+      **others: further axes, within a data-parallel device: `tp=4`.
+
+    Returns:
+      The mesh, with the axes "dp" (or "dp_2", "dp_1", "dp_0", the last for neighbouring devices) and `others`; and the
+      plan with these axes.
+    """
+    made = sharding_plan(plan)
+    devices = jax.devices() if devices is None else devices
+    inner = math.prod(others.values())
+    if len(devices) % inner:
+        raise ShardingError(f"{len(devices)} devices are not divisible by {others}")
+    factors = made.factors
+    if isinstance(factors, str):
+        factors = Factors.named(factors, Factor(len(devices) // inner))
+    sizes = [factor.size for _, factor in factors.states()] + [factors.mesh.size]
+    steps = [sizes[0], *(after // before for before, after in zip(sizes, sizes[1:], strict=False))]
+    parts = [size for size in reversed(steps) if size > 1] or [1]
+    names = ("dp",) if len(parts) == 1 else tuple(f"dp_{n}" for n in reversed(range(len(parts))))
+    axes = dict(zip(names, parts, strict=True)) | others
+    grid = np.array(devices[: math.prod(axes.values())]).reshape(*axes.values())
+    mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return mesh, StatePlan(factors, names)
