@@ -39,6 +39,7 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
 from dhelix.passes.hlo.manual_computation import inline_all
+from dhelix.passes.sharding.manual_states import enter_split, leave_split
 from dhelix.passes.sharding.narrow_reads import narrow
 
 _ELEMENTWISE = frozenset(
@@ -107,6 +108,7 @@ class StateSharding:
             for reader in readers:
                 reader.operands = [whole if operand is state else operand for operand in reader.operands]
             narrow(whole)
+            enter_split(whole)
             gathered += 1
         return gathered
 
@@ -117,6 +119,7 @@ class StateSharding:
             split = one.split(self.data)
             for value in one.inputs:
                 if value not in sharded:
+                    leave_split(value, split)
                     held = self._accumulated(value, split)
                     sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
         for instruction in program:
