@@ -24,11 +24,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dhelix.models import make_mesh
-from dhelix.models.common.context_parallel import Context, Exchange
+from dhelix.models.common.context_parallel import EXCHANGES, Context, Exchange
 from dhelix.runtime.profiling.provenance import provenance
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-8B
-EXCHANGES: tuple[Exchange, ...] = ("ring", "all-gather")
 
 
 def whole(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

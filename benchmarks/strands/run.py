@@ -29,6 +29,7 @@ from dhelix.benchmarks.strands.results import Run
 from dhelix.benchmarks.strands.tables import tables
 from dhelix.benchmarks.strands.variants import ESSENTIAL, GPU, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
+from dhelix.models.common.context_parallel import Exchange
 from dhelix.models.train_step import Sharding
 from dhelix.runtime.compiler import deviceless
 
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tp", type=int, default=4)
     made.add_argument("--dp", type=int, default=1, help="data parallelism; --microbatches are of each of its groups")
     made.add_argument("--cp", type=int, default=1, help="context parallelism")
-    made.add_argument("--context", default="ring", choices=["ring", "all-gather"], help="how keys and values travel")
+    made.add_argument("--context", default="ring", choices=get_args(Exchange), help="how keys and values travel")
     made.add_argument("--ep", type=int, default=0, help="expert parallelism, for a preset with experts")
     made.add_argument("--capacity", type=float, default=0.0, help="capacity factor of experts; 0: the preset's")
     made.add_argument("--sharding", default="shard_map", choices=get_args(Sharding), help="who makes collectives")

@@ -166,6 +166,6 @@ def name_of(options: trainer.Options, training: Training) -> str:
     size += f", capacity factor {options.capacity:g}" if options.capacity is not None else ""
     size += ", unrolled layers" if options.unrolled else ""
     size += f", {options.sharding}" if options.sharding != "shard_map" else ""
-    size += f", keys by {options.context}" if options.context == "all-gather" else ""
+    size += f", keys by {options.context}" if options.context not in (None, "ring") else ""
     size += f", schedule {training.fold.schedule}" if isinstance(training, PipelinedTraining) else ""
     return f"{options.preset}: {size}{how}, {axes}"

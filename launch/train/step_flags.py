@@ -66,8 +66,9 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     choice(
         "context",
         None,
-        ["ring", "all-gather"],
-        "with cp in --mesh: how devices exchange keys and values within attention (default: ring)",
+        ["ring", "scanned-ring", "all-gather"],
+        "with cp in --mesh: how devices exchange keys and values within attention; scanned-ring is the ring as a loop, "
+        "for large cp (default: ring)",
     )
     choice(
         "sharding",

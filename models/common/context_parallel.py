@@ -13,11 +13,17 @@ The steps are merged by their log-sums: with l = log(sum of exp(l_t)), the outpu
 backward pass takes the same steps. Each gives its addends to the gradients with the whole attention's l
 (`attention_blocks`).
 
-The keys arrive in one of two ways:
+The keys arrive in one of three ways:
 
     "ring"          a device sends its keys and values on to the next device in each step; it needs those of a step only
                     for that step. The gradients of keys and values go straight home.
+    "scanned-ring"  as "ring", but steps 2 to n - 2 are one loop, so the program does not grow with n. A loop's messages
+                    go over one distance only. So the gradients of keys and values travel on with them, as sums in
+                    float32, and go home after step n - 1.
     "all-gather"    a device gathers all keys and values before step 1. A reduce-scatter sums their gradients.
+
+Both rings add the same numbers in the same order. A step needs only messages of earlier steps for its attention, so
+messages and attention can overlap.
 
 Ring attention: Liu et al., arXiv 2310.01889; zigzag: Brandon et al., arXiv 2311.09431 ("striped", there by tokens).
 DHelix section 6.2.2 (arXiv 2411.15871) uses Megatron's form of it.
@@ -25,8 +31,8 @@ DHelix section 6.2.2 (arXiv 2411.15871) uses Megatron's form of it.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +40,11 @@ from jax import lax
 
 from dhelix.models.common.attention_blocks import Block, Implementation, backward, forward
 
-Exchange = Literal["ring", "all-gather"]
+Exchange = Literal["ring", "scanned-ring", "all-gather"]
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 Pair = tuple[jax.Array, jax.Array]
+Addends = Pair | tuple[()]
+Step = Callable[[jax.Array, Pair, Any], tuple[Any, Addends]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +62,8 @@ class Context:
     axis: str = "cp"
 
     def __post_init__(self) -> None:
-        if self.exchange not in ("ring", "all-gather"):
-            raise ValueError(f"context={self.exchange!r} is unknown; use 'ring' or 'all-gather'")
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"context={self.exchange!r} is unknown; use 'ring', 'scanned-ring' or 'all-gather'")
 
     def own_part(self, x: jax.Array) -> jax.Array:
         """This device's two chunks of whole rows `x [batch, seq]`: `[batch, seq / cp]`."""
@@ -86,42 +95,75 @@ class Context:
         """
         return _attention(self, implementation, query, key, value, segments)
 
-    def sources(self) -> list[jax.Array]:
-        """The devices whose keys steps 1, 2, ... use."""
-        own = lax.axis_index(self.axis)
-        return [(own - step) % self.size for step in range(1, self.size)]
-
-    def arriving(self, own: Pair) -> Iterator[Pair]:
-        """The keys and values of `sources`, one device after the other."""
-        if self.exchange == "ring":
-            on = [(device, (device + 1) % self.size) for device in range(self.size)]
-            for _ in range(1, self.size):
-                own = lax.ppermute(own, self.axis, on)
-                yield own
-            return
-        every = lax.all_gather(own, self.axis)
-        for source in self.sources():
-            yield jax.tree.map(functools.partial(_at, index=source), every)
-
-    def sent_home(self, own: Pair, others: list[Pair]) -> Pair:
-        """The sums of gradients of keys and values.
+    def take_steps(self, step: Step, own: Pair, state: Any) -> tuple[Any, Addends]:
+        """Takes steps 1, 2, ..., which use the keys and values of one other device each.
 
         Args:
-          own: this device's addends to its own gradients, float32.
-          others: its addends to the gradients of `sources`, in the compute type.
+          step: maps the device that the keys and values come from, the keys and values, and the state to the next
+            state. Its second result are the step's addends to the gradients of these keys and values, in the compute
+            type. It is () if there are no gradients.
+          own: this device's keys and values.
+          state: the state before step 1.
+
+        Returns:
+          The state after the last step; and the sums, float32, of all other devices' addends to the gradients of `own`.
         """
-        if self.exchange == "ring":
-            for step, addends in enumerate(others, 1):
-                home = [(device, (device - step) % self.size) for device in range(self.size)]
-                arrived = lax.ppermute(addends, self.axis, home)
-                own = jax.tree.map(jnp.add, own, arrived)
-            return own
+        if self.exchange == "scanned-ring" and self.size > 3:
+            return self._scan(step, own, state)
+        others = []
+        for number, block in enumerate(self._arriving(own), 1):
+            state, addends = step(self._source(number), block, state)
+            others.append(addends)
+        return state, self._sent_home(others)
+
+    def _scan(self, step: Step, own: Pair, state: Any) -> tuple[Any, Addends]:
+        """`take_steps` with a loop. The first step has no sums to send yet, and the last one no keys and values."""
+
+        def add(number: jax.Array | int, block: Pair, state: Any, sums: Addends) -> tuple[Any, Addends]:
+            state, addends = step(self._source(number), block, state)
+            return state, jax.tree.map(jnp.add, sums, addends)
+
+        def middle(number: jax.Array, carry: tuple[Pair, Any, Addends]) -> tuple[Pair, Any, Addends]:
+            block, state, sums = carry
+            following, sums = self._shifted((block, sums))
+            return following, *add(number, block, state, sums)
+
+        block = self._shifted(own)
+        following = self._shifted(block)
+        state, addends = step(self._source(1), block, state)
+        carry = following, state, jax.tree.map(_wide, addends)
+        block, state, sums = lax.fori_loop(2, self.size - 1, middle, carry)
+        state, sums = add(self.size - 1, block, state, self._shifted(sums))
+        return state, self._shifted(sums)
+
+    def _source(self, step: jax.Array | int) -> jax.Array:
+        """The device whose keys a step uses."""
+        return (lax.axis_index(self.axis) - step) % self.size
+
+    def _shifted[T](self, x: T, distance: int = 1) -> T:
+        """`x` of the device that is `distance` before this one in the ring."""
+        return lax.ppermute(x, self.axis, [(device, (device + distance) % self.size) for device in range(self.size)])
+
+    def _arriving(self, own: Pair) -> Iterator[Pair]:
+        """The keys and values of steps 1, 2, ..."""
+        every = lax.all_gather(own, self.axis) if self.exchange == "all-gather" else None
+        for step in range(1, self.size):
+            if every is None:
+                own = self._shifted(own)
+                yield own
+            else:
+                yield jax.tree.map(functools.partial(_at, index=self._source(step)), every)
+
+    def _sent_home(self, others: list[Addends]) -> Addends:
+        """The sums of the addends that all other devices have for this one. `others` are those of steps 1, 2, ..."""
+        if self.exchange != "all-gather":
+            arrived = (self._shifted(addends, -step) for step, addends in enumerate(others, 1))
+            return functools.reduce(functools.partial(jax.tree.map, jnp.add), (jax.tree.map(_wide, x) for x in arrived))
         every = jax.tree.map(lambda addend: jnp.zeros((self.size, *addend.shape), addend.dtype), others[0])
-        for source, addends in zip(self.sources(), others, strict=True):
-            put = functools.partial(lax.dynamic_update_index_in_dim, index=source, axis=0)
+        for step, addends in enumerate(others, 1):
+            put = functools.partial(lax.dynamic_update_index_in_dim, index=self._source(step), axis=0)
             every = jax.tree.map(put, every, addends)
-        arrived = lax.psum_scatter(every, self.axis)
-        return jax.tree.map(jnp.add, own, arrived)
+        return jax.tree.map(_wide, lax.psum_scatter(every, self.axis))
 
     def mask(
         self, segments: jax.Array | None, pairs: "_Pairs | None" = None, source: jax.Array | int = 0
@@ -180,6 +222,10 @@ class _Pairs:
         return jnp.concatenate([one + jnp.where(self.before, two, zero), jnp.where(self.before, zero, two)], axis=1)
 
 
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
 def _at(x: jax.Array, index: jax.Array | int) -> jax.Array:
     return lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False)
 
@@ -204,13 +250,15 @@ def _forward(
     value: jax.Array,
     segments: jax.Array | None,
 ):
-    out, log_sums = forward(Block(True, implementation), query, key, value, context.mask(segments))
-    out = out.astype(jnp.float32)
-    for source, (keys, values) in zip(context.sources(), context.arriving((key, value)), strict=True):
+    def step(source: jax.Array, block: Pair, so_far: Pair) -> tuple[Pair, tuple[()]]:
         pairs = _Pairs(source < lax.axis_index(context.axis))
-        arguments = pairs.queries(query), pairs.keys(keys), pairs.keys(values), context.mask(segments, pairs, source)
-        more, more_sums = forward(Block(False, implementation), *arguments)
-        out, log_sums = _merged(out, log_sums, pairs, more, more_sums)
+        keys, values = map(pairs.keys, block)
+        mask = context.mask(segments, pairs, source)
+        more = forward(Block(False, implementation), pairs.queries(query), keys, values, mask)
+        return _merged(*so_far, pairs, *more), ()
+
+    out, log_sums = forward(Block(True, implementation), query, key, value, context.mask(segments))
+    (out, log_sums), _ = context.take_steps(step, (key, value), (_wide(out), log_sums))
     out = out.astype(query.dtype)
     return out, (query, key, value, segments, out, log_sums)
 
@@ -229,19 +277,20 @@ def _merged(out: jax.Array, log_sums: jax.Array, pairs: _Pairs, more: jax.Array,
 
 def _backward(context: Context, implementation: Implementation, kept: tuple, cotangent: jax.Array):
     query, key, value, segments, out, log_sums = kept
-    of_own = context.mask(segments)
-    d_query, *own = backward(Block(True, implementation), query, key, value, out, log_sums, cotangent, of_own)
-    d_query, own = jax.tree.map(lambda x: x.astype(jnp.float32), (d_query, tuple(own)))
-    others = []
-    for source, (keys, values) in zip(context.sources(), context.arriving((key, value)), strict=True):
+
+    def step(source: jax.Array, block: Pair, d_query: jax.Array) -> tuple[jax.Array, Pair]:
         pairs = _Pairs(source < lax.axis_index(context.axis))
-        arrived = pairs.keys(keys), pairs.keys(values)
+        keys, values = map(pairs.keys, block)
         whole = pairs.queries(out), pairs.log_sums(log_sums), pairs.queries(cotangent)
         mask = context.mask(segments, pairs, source)
-        dq, dk, dv = backward(Block(False, implementation), pairs.queries(query), *arrived, *whole, mask)
-        d_query = d_query + sum(pairs.to_queries(dq))
-        others.append((pairs.to_keys(dk), pairs.to_keys(dv)))
-    d_key, d_value = context.sent_home(own, others)
+        dq, dk, dv = backward(Block(False, implementation), pairs.queries(query), keys, values, *whole, mask)
+        return d_query + sum(pairs.to_queries(dq)), (pairs.to_keys(dk), pairs.to_keys(dv))
+
+    of_own = context.mask(segments)
+    own = backward(Block(True, implementation), query, key, value, out, log_sums, cotangent, of_own)
+    d_query, d_key, d_value = map(_wide, own)
+    d_query, others = context.take_steps(step, (key, value), d_query)
+    d_key, d_value = jax.tree.map(jnp.add, (d_key, d_value), others)
     return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
 

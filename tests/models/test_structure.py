@@ -13,6 +13,7 @@ from dhelix.models.common.context_parallel import Exchange
 from dhelix.models.llama.llama_config import LLAMA_PRESETS
 from dhelix.models.moe.moe_config import MOE_PRESETS
 from dhelix.models.train_step import Sharding, make_train_step
+from dhelix.passes.analysis.names import INSIDE
 from dhelix.passes.framework.report import Report
 from dhelix.runtime.compiler import deviceless
 
@@ -37,10 +38,13 @@ def compiled(
     return found, set(re.findall(r"communication_stream\[(\d)\]", sequence.read_text()))
 
 
-def assert_strands(found: Report) -> None:
-    """One merged loop, in the memory of the plain step."""
+def assert_strands(found: Report, inside: str = "") -> None:
+    """One merged loop over layers, in the memory of the plain step. `inside`: trip counts of merged loops in it."""
     strands = next(note for note in found["strand-duplication"].notes if note.message == "two strands")
-    assert len(strands.facts["merged_loops"]) == 1
+    layers, *others = strands.facts["merged_loops"]
+    assert layers.endswith(" x 4")
+    assert [re.sub(".* x ", "", loop) for loop in others if loop.startswith(INSIDE)] == inside.split()
+    assert len(others) == len(inside.split())
     assert [note.message for note in found["activation-sharing"].notes] == [
         "residuals of both strands share one buffer"
     ]
@@ -71,3 +75,15 @@ def test_long_sequences_become_strands(context: Exchange, tmp_path: Path) -> Non
     assert_strands(found)
     assert streams == {"0", "1"} and found["stream-assignment"].changed
     assert found.gain is not None and found.gain.ratio < 0.9
+
+
+def test_scanned_rings_become_strands(tmp_path: Path) -> None:
+    """The rings of both strands become one loop in the loop over layers. Each step sends before it computes."""
+    found, _ = compiled(LONG, {"dp": 1, "cp": 8, "tp": 1}, tmp_path, context="scanned-ring")
+    assert_strands(found, inside="5")
+    (scheduled,) = tmp_path.glob("*__dhelix_*gpu_after_optimizations.txt")
+    bodies = [body for body in scheduled.read_text().split("\n\n") if "__cudnn$fmha" in body and " while(" not in body]
+    assert len(bodies) == 3  # both strands, and the forward and the backward pass that run alone
+    for body in bodies:
+        start, attention, done = (body.index(name) for name in ("%collective-permute-start", "__cudnn$fmha", "-done"))
+        assert start < attention < done

@@ -104,17 +104,16 @@ def test_the_score_of_a_hidden_key_is_finite(dtype: str) -> None:
 # ---- parts of a sequence
 
 
-def per_device(size: int, function: Any, *arrays: jax.Array) -> jax.Array:
-    """The results of `function` on `size` devices, which all have `arrays`, one after the other."""
-    mesh, inside = make_mesh(1, 1, cp=size), (PartitionSpec(),) * len(arrays)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=inside, out_specs=PartitionSpec("cp"), check_vma=False)
-    return jax.jit(mapped)(*arrays)
+def over_devices(size: int, function: Any) -> Any:
+    """Returns the results of `function` on `size` devices, which all have its arguments, one after the other."""
+    mesh, parts = make_mesh(1, 1, cp=size), PartitionSpec("cp")
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=parts, check_vma=False))
 
 
 def order(size: int, seq: int) -> np.ndarray:
     """The positions of the tokens of each device, `[devices, seq / devices]`."""
     context = Context(size)
-    return np.asarray(per_device(size, lambda: context.positions(seq // size)[None]))
+    return np.asarray(over_devices(size, lambda: context.positions(seq // size)[None])())
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -125,31 +124,67 @@ def test_the_parts_cover_each_position_once_with_equal_work(size: int) -> None:
     visible = (positions + 1).sum(axis=1)  # a token sees itself and all tokens before it
     assert set(visible) == {seq * (seq + 1) // 2 // size}
     rows = jnp.arange(2 * seq).reshape(2, seq)
-    parts = per_device(size, lambda x: context.own_part(x)[None], rows)
+    parts = over_devices(size, lambda x: context.own_part(x)[None])(rows)
     np.testing.assert_array_equal(parts, np.stack([rows[:, own] for own in positions]))
+
+
+SEQ = 16
+
+
+def arguments(packed: bool, dtype: str = "float32") -> tuple[list[jax.Array], jax.Array | None]:
+    """Query, key, value and cotangent of the output; and segments."""
+    arrays = [random(2, SEQ, heads, 8, seed=n).astype(dtype) for n, heads in enumerate((4, 2, 2, 4))]
+    return arrays, jnp.asarray(documents(2, SEQ)) if packed else None
+
+
+def on_device(context: Context, segments: jax.Array | None, *arrays: jax.Array) -> Any:
+    """A device's attention, and its cotangents of query, key and value."""
+    q, k, v, d_out = (x[:, context.positions(SEQ // context.size)] for x in arrays)
+    out, pull = jax.vjp(lambda q, k, v: context.attention(q, k, v, segments, "xla"), q, k, v)
+    return jax.tree.map(lambda x: x[None], (out, *pull(d_out)))
+
+
+def attention(exchange: Exchange, size: int, segments: jax.Array | None) -> Any:
+    return over_devices(size, functools.partial(on_device, Context(size, exchange), segments))
 
 
 @pytest.mark.parametrize(
     ("exchange", "size", "packed"),
-    [("ring", 2, True), ("ring", 4, False), ("ring", 4, True), ("all-gather", 2, False), ("all-gather", 4, True)],
+    [
+        ("ring", 2, True),
+        ("ring", 4, False),
+        ("ring", 4, True),
+        ("scanned-ring", 2, True),
+        ("scanned-ring", 4, False),
+        ("scanned-ring", 8, True),
+        ("all-gather", 2, False),
+        ("all-gather", 4, True),
+    ],
 )
 def test_shared_attention_is_whole_attention_with_its_gradients(exchange: Exchange, size: int, packed: bool) -> None:
-    seq, context = 16, Context(size, exchange)
-    query, key, value, cotangent = (random(2, seq, heads, 8, seed=n) for n, heads in enumerate((4, 2, 2, 4)))
-    segments = jnp.asarray(documents(2, seq)) if packed else None
+    arrays, segments = arguments(packed)
     mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
-    expected = whole(query, key, value, cotangent, mask, causal=True)
-    positions = order(size, seq)
-
-    def device(*arrays: jax.Array) -> jax.Array:
-        q, k, v, d_out = (x[:, context.positions(seq // size)] for x in arrays)
-        out, pull = jax.vjp(lambda q, k, v: context.attention(q, k, v, segments, "xla"), q, k, v)
-        return jax.tree.map(lambda x: x[None], (out, *pull(d_out)))
-
-    results = per_device(size, device, query, key, value, cotangent)
-    for one, other in zip(results, expected, strict=True):
+    expected = whole(*arrays, mask, causal=True)
+    positions = order(size, SEQ)
+    for one, other in zip(attention(exchange, size, segments)(*arrays), expected, strict=True):
         for part, own in zip(one, positions, strict=True):
             np.testing.assert_allclose(part, other[:, own], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(4, "float32"), pytest.param(8, "bfloat16", marks=pytest.mark.slow)])
+def test_both_rings_give_the_same_bits(size: int, dtype: str) -> None:
+    arrays, segments = arguments(packed=True, dtype=dtype)
+    scanned, ring = (attention(exchange, size, segments)(*arrays) for exchange in ("scanned-ring", "ring"))
+    jax.tree.map(np.testing.assert_array_equal, scanned, ring)
+
+
+def test_a_scanned_ring_is_a_program_that_does_not_grow() -> None:
+    arrays, segments = arguments(packed=True)
+
+    def lines(exchange: Exchange, size: int) -> int:
+        return attention(exchange, size, segments).lower(*arrays).as_text().count("\n")
+
+    assert lines("scanned-ring", 8) <= lines("scanned-ring", 4) < 0.6 * lines("ring", 8)
 
 
 # ---- segments
@@ -250,6 +285,28 @@ def test_pipelines_train_as_one_device_does(config: DecoderConfig, packed: bool,
     assert_equal(train(config, sizes, packed=packed, schedule=schedule), train(config, packed=packed))
 
 
+@pytest.mark.parametrize(
+    ("config", "packed", "sizes"),
+    [
+        case(quick=True, cp=8),
+        case(packed=True, cp=4, tp=2),
+        case(config=EXPERTS, packed=True, ep=2, cp=4),
+        case(config=dataclasses.replace(LLAMA, layers=4), pp=2, cp=4),
+    ],
+)
+def test_scanned_rings_train_as_one_device_does(config: DecoderConfig, packed: bool, sizes: Any) -> None:
+    assert_equal(
+        train(config, sizes, strands=True, packed=packed, context="scanned-ring"), train(config, packed=packed)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
+def test_strands_of_a_scanned_ring_train_as_the_plain_step_does(size: int) -> None:
+    strands, plain = (train(LLAMA, (("cp", size),), strands, context="scanned-ring") for strands in (True, False))
+    assert_equal(strands, plain)
+
+
 @pytest.mark.slow
 def test_all_gathers_and_fsdp_train_as_the_ring_does() -> None:
     sizes = (("dp", 2), ("cp", 4))
@@ -285,7 +342,7 @@ def test_batches_that_do_not_fit_are_one_error() -> None:
 def test_steps_that_do_not_fit_are_one_error() -> None:
     with pytest.raises(ValueError, match="sharding='auto' is not supported for context parallelism"):
         make({"cp": 2}, "auto")
-    with pytest.raises(ValueError, match="context='zigzag' is unknown; use 'ring' or 'all-gather'"):
+    with pytest.raises(ValueError, match="context='zigzag' is unknown; use 'ring', 'scanned-ring' or 'all-gather'"):
         make({"cp": 2}, context="zigzag")
     with pytest.raises(ValueError, match="cp is 0; give a number of at least 1"):
         make({"cp": 0})
