@@ -316,7 +316,7 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
             report.instruction if report.kind in report.instruction else f"{report.instruction} ({report.kind})",
             report.part,
             " > ".join(report.loops) or "-",
-            f"{report.groups:,} x {report.devices:,}" if report.groups > 1 else f"{report.devices:,}",
+            _devices(report),
             f"{report.executions:,}" + ("*" if report.notes else ""),
             size_unit([report.bytes]).text(report.bytes),
             unit.text(report.alone_ms),
@@ -336,6 +336,12 @@ def _unknown(inspection: Inspection) -> str:
     unit = _time_unit([inspection])
     named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
     return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")
+
+
+def _devices(report: CollectiveReport) -> str:
+    """The number and size of the groups of a collective, and the mesh axes that they run over."""
+    groups = f"{report.groups:,} x " if report.groups > 1 else ""
+    return f"{groups}{report.devices:,}" + (f" over {', '.join(report.axes)}" if report.axes else "")
 
 
 def _under(report: CollectiveReport, unit: Unit) -> str:

@@ -25,7 +25,7 @@ from dhelix.launch.shown.instruction_words import (
 )
 from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.shown.units import size_unit, time_unit
-from dhelix.passes.analysis.collectives import Collective, is_start
+from dhelix.passes.analysis.collectives import Collective, NamedMesh, is_start, named_mesh
 from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
@@ -33,7 +33,6 @@ from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timelin
 from dhelix.passes.evaluation.roofline_costs import Lane, made_synchronous
 from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
 from dhelix.passes.evaluation.timeline import simulate_module
-from dhelix.passes.evaluation.transfers import Transfer
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
@@ -66,6 +65,7 @@ class CollectiveReport:
       bytes: size of the whole buffer on one device: after a gather, or before a reduction. If XLA combined several
         collectives, this is the sum of their sizes.
       devices: number of devices in the largest group.
+      axes: the mesh axes that the groups run over, outermost first. Empty for messages, or if the axes are unknown.
       groups: number of groups that communicate at the same time. In a permute or a message, a group is a pair.
       part: alpha, beta, forward, backward or other, according to the op name.
       executions: number of executions in a step; 0 if the estimate leaves the collective out, as `notes` say.
@@ -77,6 +77,7 @@ class CollectiveReport:
     kind: str
     bytes: int
     devices: int
+    axes: tuple[str, ...]
     groups: int
     part: str
     loops: tuple[str, ...]
@@ -202,12 +203,11 @@ def inspect_module(
     places = dict(places_of(module))
     instructions = {i.name: i for computation in places for i in computation.instructions}
     parts = {i.name: part for computation in places for i, part in parts_of(computation)}
-    reports = [
-        _collective(instructions[c.instruction], c, parts, places, hardware, instructions) for c in timeline.collectives
-    ]
+    known = parts, places, hardware, instructions, named_mesh(module)
+    reports = [_collective(instructions[c.instruction], c, *known) for c in timeline.collectives]
     seen = {c.instruction for c in timeline.collectives}
     reports += [
-        _collective(i, None, parts, places, hardware, instructions)
+        _collective(i, None, *known)
         for computation in places
         for i in sequence_of(computation)
         if i.name not in seen and communicates(i) is not None
@@ -253,6 +253,7 @@ def _collective(
     places: dict[Computation, Place],
     hardware: Hardware,
     instructions: dict[str, Instruction],
+    mesh: NamedMesh | None,
 ) -> CollectiveReport:
     """The report on the collective that `instruction` starts.
 
@@ -281,7 +282,8 @@ def _collective(
         instruction=instruction.name,
         kind=found.kind,
         bytes=bytes_moved(found),
-        devices=_devices(found, hardware),
+        devices=found.group_size(default=hardware.gpus_per_node),
+        axes=mesh.over(found) if mesh and isinstance(found, Collective) else (),
         groups=max(len(found.groups), 1),
         part=parts[instruction.name],
         loops=place.loops,
@@ -292,12 +294,6 @@ def _collective(
         under=under,
         notes=(*place.notes, *notes),
     )
-
-
-def _devices(found: Collective | Transfer, hardware: Hardware) -> int:
-    if isinstance(found, Transfer):
-        return 1 if found.host else 2
-    return found.group_size(default=hardware.gpus_per_node)
 
 
 def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKernel, ...]:

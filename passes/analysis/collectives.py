@@ -24,7 +24,8 @@ reads them.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -249,6 +250,45 @@ def mesh_groups(mesh: Any, axes: Any) -> Groups:
     for n in taken:
         width *= dimensions[n]
     return tuple(itertools.batched((ids[i] for i in _iota(dimensions, rest + taken)), width))
+
+
+@dataclass(frozen=True)
+class NamedMesh:
+    """The mesh of devices that a program names.
+
+    Attributes:
+      axes: the size of each axis by name, outermost first.
+      places: the coordinates of each device, one for each axis.
+    """
+
+    axes: Mapping[str, int]
+    places: Mapping[int, tuple[int, ...]]
+
+    def over(self, collective: Collective) -> tuple[str, ...]:
+        """The axes along which the devices of a group differ, outermost first.
+
+        Empty if a group lacks devices of these axes, or has a device outside the mesh. A permute may lack devices.
+        """
+        if not all(device in self.places for group in collective.groups for device in group):
+            return ()
+        places = [[self.places[device] for device in group] for group in collective.groups]
+        found = {n for group in places for n, along in enumerate(zip(*group, strict=True)) if len(set(along)) > 1}
+        names = tuple(name for n, name in enumerate(self.axes) if n in found)
+        whole = math.prod(self.axes[name] for name in names)
+        is_permute = collective.kind == "collective-permute"
+        return names if is_permute or all(len(group) == whole for group in places) else ()
+
+
+def named_mesh(module: HloModule) -> NamedMesh | None:
+    """The only mesh whose axes collectives of `module` name; None if there is none, or more than one."""
+    every = (i.proto.mesh_replica_groups.mesh for computation in module.computations for i in computation.instructions)
+    found = {mesh.SerializeToString(deterministic=True): mesh for mesh in every if mesh.axes}
+    if len(found) != 1:
+        return None
+    (mesh,) = found.values()
+    axes = {axis.name: axis.size for axis in mesh.axes}
+    ids = list(mesh.device_ids) or _iota(mesh.iota.reshape_dims or list(axes.values()), mesh.iota.transpose_perm)
+    return NamedMesh(axes, dict(zip(ids, itertools.product(*map(range, axes.values())), strict=True)))
 
 
 def _strides(dimensions: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ The parts come from a simulation of the schedule (`timeline.py`). They let a rea
 
 from collections.abc import Iterator
 
-from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.analysis.collectives import find_collective, named_mesh
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.roofline_costs import Lane
@@ -57,12 +57,18 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
 
 
 def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float], ...]:
-    """The largest exposed times, as (kind and size of the collective, seconds). Negligible times are left out."""
+    """The largest exposed times, as (the collective in words, seconds). Negligible times are left out.
+
+    The words are the collective's kind and size, and the axes that it runs over if the module names its mesh.
+    """
     found: dict[str, float] = {}
+    mesh = named_mesh(module)
     instructions = {i.name: i for computation in module.schedule for i in computation.instructions}
     for one in played.collectives:
         sent = find_collective(instructions[one.instruction])
         words = f"{sent.kind} {bytes_text(sent.size)}" if sent else "messages"
+        axes = mesh.over(sent) if mesh and sent else ()
+        words += f" over {' and '.join(axes)}" if axes else ""
         found[words] = found.get(words, 0.0) + one.exposed
     least = played.seconds / 500
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))

@@ -52,6 +52,10 @@ class Transfer:
     groups: Groups = ()
     host: bool = False
 
+    def group_size(self, default: int) -> int:
+        """Number of GPUs that take part. `default` is not used; it is there as in `Collective.group_size`."""
+        return 1 if self.host else 2
+
 
 def find_transfer(instruction: Instruction) -> Transfer | None:
     """The transfer that begins at `instruction`, or None.

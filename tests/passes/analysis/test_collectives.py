@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.passes.analysis.collectives import Collective, find_collective
+from dhelix.passes.analysis.collectives import Collective, find_collective, named_mesh
 from dhelix.passes.hlo import HloModule, Instruction
 
 ADD = """add {
@@ -168,3 +168,34 @@ def test_the_devices_that_a_text_names_stay_known_in_a_copy() -> None:
     module = HloModule.from_text("HloModule m, num_partitions=64\n\nENTRY e {\n  ROOT p = f32[] parameter(0)\n}\n")
     assert module.device_counts == module.clone().device_counts == (1, 64)
     assert HloModule.from_text(module.to_text()).device_counts == (0, 0)  # the serialized form does not hold the counts
+
+
+MESH = "mesh['dp'=2,'cp'=2,'tp'=2,'one'=1]"
+IDS = "channel_id=1, use_global_device_ids=true"
+NAMED = f"n = f32[64] all-reduce(q), to_apply=add, replica_groups={MESH} {{'dp','one'}}, {IDS}"
+
+
+@pytest.mark.parametrize(
+    ("found", "axes"),
+    [
+        (f"all-reduce(p), to_apply=add, replica_groups={MESH} {{'cp'}}, {IDS}", ("cp",)),
+        (f"all-reduce(p), to_apply=add, replica_groups={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}, {IDS}", ("tp",)),
+        (f"all-reduce(p), to_apply=add, replica_groups=[2,4]<=[2,2,2]T(1,0,2), {IDS}", ("dp", "tp")),
+        (f"all-reduce(p), to_apply=add, replica_groups=[1,8]<=[8], {IDS}", ("dp", "cp", "tp")),
+        (f"all-reduce(p), to_apply=add, replica_groups={{{{0,3}},{{1,2}},{{4,7}},{{5,6}}}}, {IDS}", ()),
+        (f"all-reduce(p), to_apply=add, replica_groups=[8,1]<=[8], {IDS}", ()),
+        ("collective-permute(p), source_target_pairs={{0,2},{2,0},{4,6}}, channel_id=1", ("cp",)),
+    ],
+)
+def test_groups_run_over_axes_of_the_named_mesh(found: str, axes: tuple[str, ...]) -> None:
+    named, one = entry(f"{NAMED}\nr = f32[1024] {found}")[-2:]
+    mesh = named_mesh(named.computation.module)
+    collective = find_collective(one)
+    assert mesh and collective and mesh.over(collective) == axes
+
+
+def test_a_program_without_one_named_mesh_has_no_axes() -> None:
+    (*_, other) = entry(f"r = f32[1024] all-reduce(p), to_apply=add, {GROUPS}")
+    assert named_mesh(other.computation.module) is None
+    (*_, other) = entry(f"{NAMED}\nr = f32[64] all-reduce(q), to_apply=add, replica_groups=mesh['x'=8] {{'x'}}, {IDS}")
+    assert named_mesh(other.computation.module) is None
