@@ -162,7 +162,8 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         assert dump is not None  # _check requires one
         plain, programs = None, [(model, dump) for model in models]
     else:
-        say(console, f"Compiling and planning {options.preset} without a GPU takes a minute or two.")
+        said = f"Compiling and planning {options.preset} without a GPU takes about a minute"
+        say(console, f"{said}, and several with experts, pipelines or more than one launch setting.")
         skews = list(dict.fromkeys(map(int, chosen["skew"]))) or [0]
         compiled = functools.partial(plan_step.of_preset, target=profile_step.target_of(gpu))
         with _Work(console, 1 + len(skews)) as work:
