@@ -39,7 +39,6 @@ from dhelix.models.common.training import (
     row_spec,
 )
 from dhelix.models.families import Family, family_of
-from dhelix.models.gpt.gpt_config import GptConfig
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.wide_gradients import gradients_of
 
@@ -105,8 +104,6 @@ def check_sharding(config: DecoderConfig, mesh: Mesh, sharding: str, instead: st
     if sharding == "auto" and _needs_hand(config, mesh):
         what = "experts" if isinstance(config, MoeConfig) else "context parallelism"
         raise ValueError(f"sharding='auto' is not supported for {what}; use {instead}")
-    if isinstance(config, GptConfig) and config.positions == "alibi" and shards(mesh, ("cp",)) > 1:
-        raise ValueError("positions='alibi' is not supported with context parallelism; leave cp out of the mesh")
     ep = shards(mesh, ("ep",))
     if not isinstance(config, MoeConfig) and ep > 1:
         raise ValueError(f"the mesh has ep = {ep}, but the model has no experts; leave ep out")

@@ -13,6 +13,7 @@ Elsewhere, scores are stored.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from typing import Any, Literal
@@ -41,8 +42,25 @@ class Block:
     implementation: Implementation
 
 
+def linear_bias(slopes: jax.Array, queries: jax.Array, keys: jax.Array, dtype: Any) -> jax.Array:
+    """Addends to scores that fall with the distance of a key (ALiBi), `[rows, heads, queries, keys]`.
+
+    Args:
+      slopes: how fast they fall for each head, float32 `[heads]`.
+      queries, keys: positions in the sequence, int32 `[rows, queries]` and `[rows, keys]`.
+      dtype: type of the result.
+    """
+    distance = keys[:, None, None, :] - queries[:, None, :, None]
+    return (slopes[:, None, None] * distance).astype(dtype)
+
+
 def forward(
-    block: Block, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
+    block: Block,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention within the block.
 
@@ -50,15 +68,17 @@ def forward(
       query: `[batch, queries, heads, head_dim]`.
       key, value: `[batch, keys, kv_heads, head_dim]`.
       mask: booleans `[batch, queries, keys]`; False hides a key. None: no mask.
+      bias: addends to the scores, `[batch or 1, heads, queries, keys]`, without a derivative. None: no addends.
 
     Returns:
       The output, like `query`; and the log-sums, float32 `[batch, heads, queries]`.
     """
     if block.implementation == "cudnn":
         outputs = [_transposed(query), jax.ShapeDtypeStruct(_statistics(query), jnp.float32)]
-        out, log_sums = _cudnn(block, query, key, [query, key, value, *_bias(mask, query)], outputs, mask is not None)
+        addends = _addends(mask, bias, query)
+        out, log_sums = _cudnn(block, query, key, [query, key, value, *addends], outputs, bool(addends))
         return out.swapaxes(1, 2), log_sums
-    scores = _scores(block, query, key, mask)
+    scores = _scores(block, query, key, mask, bias)
     log_sums = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - log_sums[..., None])
     out = jnp.einsum("bkgqs,bskh->bqkgh", weights.astype(value.dtype), value)
@@ -74,11 +94,12 @@ def backward(
     log_sums: jax.Array,
     cotangent: jax.Array,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The block's part of the derivatives of a larger attention.
 
     Args:
-      query, key, value, mask: see `forward`.
+      query, key, value, mask, bias: see `forward`.
       out, log_sums: the larger attention's output and log-sums of the block's queries.
       cotangent: the cotangent of `out`.
 
@@ -87,13 +108,14 @@ def backward(
     """
     if block.implementation == "cudnn":
         outputs = [_transposed(each) for each in (query, key, value)]
-        operands = [query, key, value, log_sums, cotangent, *_bias(mask, query), out]
-        gradients = _cudnn(block, query, key, operands, outputs, mask is not None, backward=True)
+        addends = _addends(mask, bias, query)
+        operands = [query, key, value, log_sums, cotangent, *addends, out]
+        gradients = _cudnn(block, query, key, operands, outputs, bool(addends), backward=True)
         dq, dk, dv = (gradient.swapaxes(1, 2) for gradient in gradients)
         return dq, dk, dv
     wide = jnp.float32
     grouped = (*key.shape[:1], query.shape[1], key.shape[2], -1, query.shape[3])
-    scores = _scores(block, query, key, mask)
+    scores = _scores(block, query, key, mask, bias)
     weights = jnp.exp(scores - log_sums.reshape(*scores.shape[:-1], 1))
     d_out, q = cotangent.astype(wide).reshape(grouped), query.astype(wide).reshape(grouped)
     inner = jnp.sum(d_out * out.astype(wide).reshape(grouped), axis=-1)
@@ -105,11 +127,62 @@ def backward(
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
-def _scores(block: Block, query: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(
+    block: Block,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    slopes: jax.Array,
+) -> jax.Array:
+    """The output of a whole attention with `linear_bias`, which has no derivative.
+
+    `jax.nn.dot_product_attention` would compute one, as large as the scores. But XLA's partitioner can split JAX's
+    attention, and not this one.
+
+    Args:
+      query, key, value, mask: see `forward`. `mask` may be None.
+      slopes: float32 `[heads]`.
+    """
+    return _attention(block, query, key, value, mask, slopes)[0]
+
+
+def _attention(
+    block: Block,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    slopes: jax.Array,
+):
+    out, log_sums = forward(block, query, key, value, mask, _whole_bias(slopes, query))
+    return out, (query, key, value, mask, slopes, out, log_sums)
+
+
+def _attention_backward(block: Block, kept: tuple, cotangent: jax.Array):
+    query, key, value, mask, slopes, out, log_sums = kept
+    bias = _whole_bias(slopes, query)
+    return *backward(block, query, key, value, out, log_sums, cotangent, mask, bias), None, None
+
+
+attention.defvjp(_attention, _attention_backward)
+
+
+def _whole_bias(slopes: jax.Array, query: jax.Array) -> jax.Array:
+    positions = jnp.arange(query.shape[1])[None]
+    return linear_bias(slopes, positions, positions, query.dtype)
+
+
+def _scores(
+    block: Block, query: jax.Array, key: jax.Array, mask: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
     """Scaled and masked scores, float32 `[batch, kv_heads, group, queries, keys]`."""
     batch, queries, _, head_dim = query.shape
     grouped = query.reshape(batch, queries, key.shape[2], -1, head_dim)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, key, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    if bias is not None:
+        scores += bias.reshape(-1, *scores.shape[1:])
     if block.causal:
         scores = jnp.where(jnp.tri(queries, key.shape[1], dtype=bool), scores, masked_score(scores.dtype))
     return scores if mask is None else jnp.where(mask[:, None, None], scores, masked_score(scores.dtype))
@@ -119,12 +192,13 @@ def _statistics(query: jax.Array) -> tuple[int, int, int]:
     return (query.shape[0], query.shape[2], query.shape[1])
 
 
-def _bias(mask: jax.Array | None, query: jax.Array) -> list[jax.Array]:
-    """cuDNN's form of a mask: addends to the scores, `[batch, 1, queries, keys]` in the compute type."""
+def _addends(mask: jax.Array | None, bias: jax.Array | None, query: jax.Array) -> list[jax.Array]:
+    """cuDNN's form of a mask and a bias: addends to the scores, `[batch, heads or 1, queries, keys]`."""
+    shown = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
     if mask is None:
-        return []
+        return [] if bias is None else [shown]
     hidden = jnp.asarray(masked_score(query.dtype), query.dtype)
-    return [jnp.where(mask[:, None], jnp.zeros((), query.dtype), hidden)]
+    return [jnp.where(mask[:, None], shown, hidden)]
 
 
 def _transposed(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.models.common.attention_blocks import Block, Implementation, backward, forward
+from dhelix.models.common.attention_blocks import Block, Implementation, backward, forward, linear_bias
 
 Exchange = Literal["ring", "scanned-ring", "all-gather"]
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
@@ -69,9 +69,9 @@ class Context:
         """This device's two chunks of whole rows `x [batch, seq]`: `[batch, seq / cp]`."""
         return self._part(x, lax.axis_index(self.axis))
 
-    def positions(self, seq: int) -> jax.Array:
-        """The positions in the whole sequence of this device's `seq` tokens, int32 `[seq]`."""
-        chunk, device = seq // 2, lax.axis_index(self.axis)
+    def positions(self, seq: int, device: jax.Array | None = None) -> jax.Array:
+        """The positions in the whole sequence of the `seq` tokens of `device`, or of this device. int32 `[seq]`."""
+        chunk, device = seq // 2, lax.axis_index(self.axis) if device is None else device
         first, second = device * chunk, (2 * self.size - 1 - device) * chunk
         return jnp.concatenate([first + jnp.arange(chunk), second + jnp.arange(chunk)])
 
@@ -82,6 +82,7 @@ class Context:
         value: jax.Array,
         segments: jax.Array | None,
         implementation: Implementation,
+        slopes: jax.Array | None = None,
     ) -> jax.Array:
         """Causal attention of this device's queries to all keys of their rows.
 
@@ -89,11 +90,12 @@ class Context:
           query: `[batch, seq / cp, heads, head_dim]`.
           key, value: `[batch, seq / cp, kv_heads, head_dim]`.
           segments: int32 `[batch, seq]`, of whole rows. A token attends only to tokens of its own segment.
+          slopes: ALiBi's slopes of this device's heads, float32 `[heads]`. None: scores do not depend on distances.
 
         Returns:
           The output, like `query`.
         """
-        return _attention(self, implementation, query, key, value, segments)
+        return _attention(self, implementation, query, key, value, segments, slopes)
 
     def take_steps(self, step: Step, own: Pair, state: Any) -> tuple[Any, Addends]:
         """Takes steps 1, 2, ..., which use the keys and values of one other device each.
@@ -176,6 +178,18 @@ class Context:
             return queries[:, :, None] == queries[:, None, :]
         return pairs.queries(queries)[:, :, None] == pairs.keys(self._part(segments, source))[:, None, :]
 
+    def bias(
+        self, slopes: jax.Array | None, query: jax.Array, pairs: "_Pairs | None" = None, source: jax.Array | int = 0
+    ) -> jax.Array | None:
+        """The addends of `slopes` to a step's scores, `[batch or 1, heads, queries, keys]`. Arguments as for `mask`."""
+        if slopes is None:
+            return None
+        own = self.positions(query.shape[1])[None]
+        if pairs is None:
+            return linear_bias(slopes, own, own, query.dtype)
+        keys = pairs.keys(self.positions(query.shape[1], jnp.asarray(source))[None])
+        return jnp.repeat(linear_bias(slopes, pairs.queries(own), keys, query.dtype), query.shape[0], axis=0)
+
     def _part(self, x: jax.Array, device: jax.Array | int) -> jax.Array:
         chunks = x.reshape(x.shape[0], 2 * self.size, -1).swapaxes(0, 1)
         return jnp.concatenate([_at(chunks, index=device), _at(chunks, index=2 * self.size - 1 - device)], axis=1)
@@ -238,8 +252,9 @@ def _attention(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
+    slopes: jax.Array | None,
 ) -> jax.Array:
-    return _forward(context, implementation, query, key, value, segments)[0]
+    return _forward(context, implementation, query, key, value, segments, slopes)[0]
 
 
 def _forward(
@@ -249,18 +264,20 @@ def _forward(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
+    slopes: jax.Array | None,
 ):
     def step(source: jax.Array, block: Pair, so_far: Pair) -> tuple[Pair, tuple[()]]:
         pairs = _Pairs(source < lax.axis_index(context.axis))
         keys, values = map(pairs.keys, block)
-        mask = context.mask(segments, pairs, source)
-        more = forward(Block(False, implementation), pairs.queries(query), keys, values, mask)
+        mask, bias = context.mask(segments, pairs, source), context.bias(slopes, query, pairs, source)
+        more = forward(Block(False, implementation), pairs.queries(query), keys, values, mask, bias)
         return _merged(*so_far, pairs, *more), ()
 
-    out, log_sums = forward(Block(True, implementation), query, key, value, context.mask(segments))
+    mask, bias = context.mask(segments), context.bias(slopes, query)
+    out, log_sums = forward(Block(True, implementation), query, key, value, mask, bias)
     (out, log_sums), _ = context.take_steps(step, (key, value), (_wide(out), log_sums))
     out = out.astype(query.dtype)
-    return out, (query, key, value, segments, out, log_sums)
+    return out, (query, key, value, segments, slopes, out, log_sums)
 
 
 def _merged(out: jax.Array, log_sums: jax.Array, pairs: _Pairs, more: jax.Array, more_sums: jax.Array) -> Pair:
@@ -276,22 +293,22 @@ def _merged(out: jax.Array, log_sums: jax.Array, pairs: _Pairs, more: jax.Array,
 
 
 def _backward(context: Context, implementation: Implementation, kept: tuple, cotangent: jax.Array):
-    query, key, value, segments, out, log_sums = kept
+    query, key, value, segments, slopes, out, log_sums = kept
 
     def step(source: jax.Array, block: Pair, d_query: jax.Array) -> tuple[jax.Array, Pair]:
         pairs = _Pairs(source < lax.axis_index(context.axis))
         keys, values = map(pairs.keys, block)
         whole = pairs.queries(out), pairs.log_sums(log_sums), pairs.queries(cotangent)
-        mask = context.mask(segments, pairs, source)
-        dq, dk, dv = backward(Block(False, implementation), pairs.queries(query), keys, values, *whole, mask)
+        mask, bias = context.mask(segments, pairs, source), context.bias(slopes, query, pairs, source)
+        dq, dk, dv = backward(Block(False, implementation), pairs.queries(query), keys, values, *whole, mask, bias)
         return d_query + sum(pairs.to_queries(dq)), (pairs.to_keys(dk), pairs.to_keys(dv))
 
-    of_own = context.mask(segments)
-    own = backward(Block(True, implementation), query, key, value, out, log_sums, cotangent, of_own)
+    mask, bias = context.mask(segments), context.bias(slopes, query)
+    own = backward(Block(True, implementation), query, key, value, out, log_sums, cotangent, mask, bias)
     d_query, d_key, d_value = map(_wide, own)
     d_query, others = context.take_steps(step, (key, value), d_query)
     d_key, d_value = jax.tree.map(jnp.add, (d_key, d_value), others)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from dhelix.models.common.attention_blocks import Block, attention, linear_bias
 from dhelix.models.common.decoder_config import DecoderConfig
-from dhelix.models.common.parallel import GATHERED, Parallel, vocab_position
+from dhelix.models.common.parallel import GATHERED, AutoParallel, Parallel, vocab_position
 from dhelix.models.common.training import Params
 
 Rotation = tuple[jax.Array, jax.Array]
@@ -69,7 +70,7 @@ def causal_attention(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query self-attention with a causal mask, `[batch, seq / cp, heads, head_dim]`.
 
@@ -77,13 +78,17 @@ def causal_attention(
       query, key, value: of this device's tokens and heads, `[batch, seq / cp, heads or kv_heads, head_dim]`.
       segments: int32 `[batch, seq]`, of whole rows. A token attends only to tokens of its own segment. None: each row
         is one segment.
-      bias: addends to the scores, `[1, heads, seq, seq]`. None: no addends. With context parallelism, it must be None.
+      slopes: ALiBi's slopes of this device's heads, float32 `[heads]`. None: scores do not depend on distances.
     """
     implementation = resolve_attention(config, jax.default_backend())
     if parallel.context is not None:
-        assert bias is None, "the blocks of context parallelism take no bias; check_sharding refuses it"
-        return parallel.context.attention(query, key, value, segments, implementation)
-    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        return parallel.context.attention(query, key, value, segments, implementation, slopes)
+    mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
+    if slopes is not None and not isinstance(parallel, AutoParallel):
+        return attention(Block(True, implementation), query, key, value, mask, slopes)
+    own = jnp.arange(query.shape[1])[None]
+    bias = None if slopes is None else linear_bias(slopes, own, own, query.dtype)
+    mask = None if mask is None else mask[:, None]
     return jax.nn.dot_product_attention(query, key, value, bias, mask, is_causal=True, implementation=implementation)
 
 

@@ -28,11 +28,11 @@ class Order(NamedTuple):
 
     Attributes:
       rotation: rotates queries and keys (`turned`).
-      bias: addends to the scores of this device's heads, `[1, heads / tp, seq, seq]` in the compute dtype.
+      slopes: how fast the scores of this device's heads fall with the distance of a key, float32 `[heads / tp]`.
     """
 
     rotation: Rotation | None = None
-    bias: jax.Array | None = None
+    slopes: jax.Array | None = None
 
 
 def order_of(config: GptConfig, parallel: Parallel, seq: int) -> Order:
@@ -45,9 +45,7 @@ def order_of(config: GptConfig, parallel: Parallel, seq: int) -> Order:
         return Order()
     slopes = jnp.asarray(alibi_slopes(config.heads))
     own = config.heads // parallel.sequence_shards()  # the devices that share a sequence also share the heads
-    slopes = jax.lax.dynamic_slice_in_dim(slopes, parallel.shard_index() * own, own)
-    distance = jnp.arange(seq)[None, :] - jnp.arange(seq)[:, None]
-    return Order(bias=(slopes[None, :, None, None] * distance).astype(config.dtype))
+    return Order(slopes=jax.lax.dynamic_slice_in_dim(slopes, parallel.shard_index() * own, own))
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
@@ -130,7 +128,7 @@ def attention(
     query = _rotated(config, _heads(config, next(products)), order)
     key = _rotated(config, _heads(config, next(products)), order)
     value = _heads(config, next(products))
-    out = causal_attention(config, parallel, query, key, value, segments, order.bias)
+    out = causal_attention(config, parallel, query, key, value, segments, order.slopes)
     flat = parallel.split_features(out.reshape(*out.shape[:2], -1))
     return parallel.row_matmul("bsf,fh->bsh", flat, weights["wo"])
 

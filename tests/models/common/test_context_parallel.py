@@ -137,15 +137,15 @@ def arguments(packed: bool, dtype: str = "float32") -> tuple[list[jax.Array], ja
     return arrays, jnp.asarray(documents(2, SEQ)) if packed else None
 
 
-def on_device(context: Context, segments: jax.Array | None, *arrays: jax.Array) -> Any:
+def on_device(context: Context, segments: Any, slopes: Any, *arrays: jax.Array) -> Any:
     """A device's attention, and its cotangents of query, key and value."""
     q, k, v, d_out = (x[:, context.positions(SEQ // context.size)] for x in arrays)
-    out, pull = jax.vjp(lambda q, k, v: context.attention(q, k, v, segments, "xla"), q, k, v)
+    out, pull = jax.vjp(lambda q, k, v: context.attention(q, k, v, segments, "xla", slopes), q, k, v)
     return jax.tree.map(lambda x: x[None], (out, *pull(d_out)))
 
 
-def attention(exchange: Exchange, size: int, segments: jax.Array | None) -> Any:
-    return over_devices(size, functools.partial(on_device, Context(size, exchange), segments))
+def attention(exchange: Exchange, size: int, segments: Any = None, slopes: Any = None) -> Any:
+    return over_devices(size, functools.partial(on_device, Context(size, exchange), segments, slopes))
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,53 @@ def test_shared_attention_is_whole_attention_with_its_gradients(exchange: Exchan
     arrays, segments = arguments(packed)
     mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
     expected = whole(*arrays, mask, causal=True)
+    assert_parts(attention(exchange, size, segments)(*arrays), expected, size)
+
+
+def assert_parts(found: Any, expected: Any, size: int) -> None:
+    """`found` are the parts of each device, in zigzag order, and `expected` are the whole arrays."""
     positions = order(size, SEQ)
-    for one, other in zip(attention(exchange, size, segments)(*arrays), expected, strict=True):
+    for one, other in zip(found, expected, strict=True):
         for part, own in zip(one, positions, strict=True):
             np.testing.assert_allclose(part, other[:, own], rtol=1e-4, atol=1e-5)
+
+
+SLOPES = np.array([0.7, 0.5, 0.2, 0.1], np.float32)
+
+
+def alone_with_slopes(arrays: list[jax.Array], segments: jax.Array | None, implementation: Any = "xla") -> Any:
+    """Attention of one device with ALiBi, and its cotangents of query, key and value."""
+    mask = None if segments is None else segments[:, :, None] == segments[:, None, :]
+    block = Block(True, implementation)
+    out, pull = jax.vjp(lambda *qkv: attention_blocks.attention(block, *qkv, mask, SLOPES), *arrays[:3])
+    return out, *pull(arrays[3])
+
+
+@pytest.mark.parametrize("exchange", slow_but(["scanned-ring"], ["ring", "scanned-ring", "all-gather"]))
+def test_shared_attention_with_alibi_is_that_of_one_device(exchange: Exchange) -> None:
+    arrays, segments = arguments(packed=True)
+    assert_parts(attention(exchange, 4, segments, SLOPES)(*arrays), alone_with_slopes(arrays, segments), 4)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_attention_with_alibi_is_attention_with_a_bias(packed: bool) -> None:
+    arrays, segments = arguments(packed)
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    bias = SLOPES[:, None, None] * (np.arange(SEQ) - np.arange(SEQ)[:, None])
+
+    def expected(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(query, key, value, bias[None], mask, is_causal=True)
+
+    out, pull = jax.vjp(expected, *arrays[:3])
+    for one, other in zip(alone_with_slopes(arrays, segments), (out, *pull(arrays[3])), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_of_alibi_has_no_gradient() -> None:
+    arrays, _ = arguments(packed=False, dtype="bfloat16")
+    made = jax.make_jaxpr(functools.partial(alone_with_slopes, segments=None, implementation="cudnn"))(arrays)
+    backward = [e for e in made.eqns if "SoftmaxBackward" in str(e.params.get("target_name"))]
+    assert [len(equation.outvars) for equation in backward] == [4]  # of query, key and value; and the workspace
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(4, "float32"), pytest.param(8, "bfloat16", marks=pytest.mark.slow)])

@@ -90,8 +90,10 @@ CASES = [
     ("gpt", {"dp": 2, "tp": 2}),
     ("mpt", {"dp": 2, "tp": 2, "segments": True}),
     ("gpt", {"tp": 2, "cp": 2, "segments": True}),
+    ("mpt", {"tp": 2, "cp": 2, "segments": True}),
     ("phi", {"tp": 2, "cp": 2}),
     ("phi", {"dp": 2, "tp": 2}),
+    ("mpt", {"tp": 2, "cp": 4, "context": "scanned-ring"}),
     ("phi", {"tp": 2, "cp": 2, "context": "all-gather"}),
     ("gpt", {"dp": 2, "tp": 2, "sharding": "auto"}),
     ("phi", {"dp": 2, "tp": 2, "sharding": "auto"}),
@@ -145,7 +147,6 @@ def test_tables_of_words_and_positions_are_split_and_the_biases_of_rows_are_not(
 @pytest.mark.parametrize(
     ("config", "mesh", "says"),
     [
-        (MPT, {"tp": 2, "cp": 2}, "positions='alibi' is not supported with context parallelism; leave cp out"),
         (dataclasses.replace(GPT, seq=18), {"tp": 4}, "seq = 18 is not divisible by tp = 4"),
         (GPT, {"tp": 2, "ep": 2}, "the model has no experts; leave ep out"),
     ],
