@@ -4,7 +4,7 @@ One evaluator times the plain step and the changed step with the same costs:
 
     predicted step time 294.7 ms -> 271.0 ms (1.09 x as fast)
     changes: exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down from overlap +6.4 ms
-    where the time goes: kernels 214.2 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms), ...
+    where the time goes: kernels 214.2 ms, exposed communication 11.7 ms (all-gather 64 MiB over tp 6.1 ms), ...
     peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
 
 A step's time is the sum of six parts, so a gain has six causes. `guesses` says how much of the prediction rests on
