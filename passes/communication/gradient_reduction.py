@@ -8,14 +8,14 @@ Before, with L layers and M micro-batches:          After:
                                                         grads[0] = all-reduce(grads[0] / M)
 
 Contract
-    Consumes  an all-reduce of a stack of gradients, which a loop over layers writes. The stack has one slot per layer
+    Consumes  an all-reduce or reduce-scatter of a stack of gradients, which a loop over layers writes. The stack has one slot per layer
               (along dimension 0). The loop writes each slot once, and only the slot's own accumulation reads it.
               Between loop and all-reduce there are only elementwise operations with scalars. Calls in the loop's body
               are already inlined (`strand_duplication`). Under automatic sharding, the program has no all-reduce yet,
               but a sum over replicas (the pass `replica_sums`), which the partitioner turns into an all-reduce.
     Makes     the same reduction of each slot, one iteration after the slot is written. The loop's first iteration moves
-              in front of the loop, and the last reduction comes after the loop. Sums over replicas get a stack of their
-              own.
+              in front of the loop, and the last reduction comes after the loop. Sums over replicas and
+              reduce-scatters get a stack of their own.
     Leaves    loops in which both strands run, because the other strand's compute hides the reduction there; stacks with
               less than `least` bytes per layer; groups of one device; all-reduces of another shape or type than the
               stack's. With a note, it also leaves loops in which the time that compute would hide is less than three
@@ -115,8 +115,13 @@ class _Reduction:
 
     @property
     def over_replicas(self) -> bool:
-        """Whether the collective is a sum over a dimension of the stack. If so, its shape differs from the stack's."""
+        """Whether the collective is a sum over a dimension of the stack."""
         return self.collective.opcode == "reduce"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the stack can hold the reduced slots: the collective keeps their shape."""
+        return self.collective.opcode == "all-reduce"
 
     @property
     def replicas(self) -> int:
@@ -182,6 +187,9 @@ def _collective_of(
             alike = user.operands == [value] and shapes.same(user.shape, result.shape)
             worth = slot >= least and max(map(len, groups), default=2) > 1
             return (tuple(steps), user) if alike and worth else None
+        if user.opcode == "reduce-scatter" and user.operands == [value]:
+            slot = shapes.byte_size(value.shape) // value.shape.dimensions[0]
+            return (tuple(steps), user) if slot >= least and list(user.proto.dimensions) != [0] else None
         if user.opcode == "reduce" and user.name.startswith(f"{REPLICAS}."):
             slot = shapes.byte_size(user.shape) // user.shape.dimensions[0]
             return (tuple(steps), user) if slot >= least else None
@@ -271,7 +279,7 @@ def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) ->
     A barrier makes the body read that slot before it writes to the stack. Otherwise, XLA would copy the stack.
 
     Returns:
-      For a sum over replicas, the stack of sums after the loop; else None.
+      The stack of sums after the loop; None if the stack of gradients holds them.
     """
     body = loop.called[0]
     builder, users = Builder(body), body.users()
@@ -286,11 +294,11 @@ def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) ->
         return builder.copy(value, []) if value.opcode == "constant" else add_element(loop, value)
 
     reduced = _reduced(builder, one, slot, scalar)
-    if not one.over_replicas:
+    if one.in_place:
         body.root.operands[one.element] = builder.copy(one.write, [one.write, reduced, *place])
         return None
     sums = add_element(loop, _empty(Builder(loop.computation), one.collective))
-    del place[1]
+    place = place[: len(sums.shape.dimensions)]
     body.root.operands[-1] = builder.make("dynamic-update-slice", sums.shape, [sums, reduced, *place])
     return Builder(loop.computation).element(loop, len(loop.shape.tuple_shapes) - 1)
 
@@ -306,7 +314,7 @@ def _reduce_last(computation: Computation, one: _Reduction, sums: Instruction | 
     place = [builder.scalar(one.slots[-1], one.write.operands[2].shape.element_type), *zero]
     reduced = _reduced(builder, one, _slot(builder, one.result, place), lambda value: value)
     if sums is not None:
-        del place[1]
+        place = place[: len(sums.shape.dimensions)]
     stack = one.result if sums is None else sums
     written = builder.make("dynamic-update-slice", stack.shape, [stack, reduced, *place])
     replace_uses(computation, one.collective, written)

@@ -36,6 +36,7 @@ from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
+from dhelix.passes.sharding.parameter_gathering import ParameterGathering
 from dhelix.passes.strands.activation_sharing import ActivationSharing
 from dhelix.passes.strands.constant_sinking import ConstantSinking
 from dhelix.passes.strands.gradients.gradient_accumulation import GradientAccumulation
@@ -52,7 +53,7 @@ type Listed = type[Any] | partial[Any]
 
 STRANDS: tuple[Listed, ...] = (
     StrandSkew, StrandDuplication, StrandLockstep, GradientAccumulation, ActivationSharing, StrandEnds, ReplicaSums,
-    ConstantSinking, SliceSeparation, StrandSeparation,
+    ConstantSinking, SliceSeparation, ParameterGathering, StrandSeparation,
 )  # fmt: skip
 ROWS = partial(RowPartition, costs_decide=True)
 COMMUNICATION: tuple[Listed, ...] = (
@@ -67,7 +68,7 @@ LISTS: Mapping[str, tuple[Listed, ...]] = {
     "dp": (*STRANDS, *COMMUNICATION, StrandPairing),
     "list": (*STRANDS, *COMMUNICATION, CollectiveSchedule),
     "xla": STRANDS,
-    "intra_batch": (ROWS, StreamAssignment, IntraBatch),
+    "intra_batch": (ParameterGathering, ROWS, StreamAssignment, IntraBatch),
 }
 ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew"}
 """Maps a pass to an option of the step. The pass runs only if this option is not 0."""
