@@ -20,7 +20,8 @@ ORDER = ("errors", "profiles", "passes", "runtime", "launch")
 LAYERS = {*ORDER, "models"}
 # The same rule holds for the folders of `passes`. `pipeline_fold` may import only itself.
 PASSES = (
-    "hlo", "analysis", "framework", "strands", "evaluation", "ordering", "communication", "plans",
+    "hlo", "analysis", "framework", "strands", "evaluation", "ordering", "communication", "sharding",
+    "plans",
 )  # fmt: skip
 
 

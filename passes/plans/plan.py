@@ -7,6 +7,7 @@
     target         the GPUs and the launch setting for which it was made        `Target.compare`, which logs differences
     collectives    which collectives are replaced or split                      passes in `passes/communication/`
     order          the order of operators, and limits on memory and overlap     `planned_order.py`
+    sharding       how model states are sharded over data-parallel devices      nothing yet; `dhelix shard` writes it
 
 The order section holds bodies: the computations whose order was decided. A body is a sequence of segments. A segment
 holds the collectives that are launched together, and the operators that run with them until the next collective is
@@ -26,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
+from dhelix.passes.sharding.sharding_plan import ShardingPlan
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
@@ -194,13 +196,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for one program. `program` is a readable name; the bodies' fingerprints decide which programs it fits."""
+    """A plan for one program. `program` is a readable name; the bodies' fingerprints decide which programs it fits.
+
+    `sharding` is None if the plan says nothing about it, as in files of earlier versions.
+    """
 
     program: str
     target: PlanTarget = PlanTarget()
     collectives: CollectivesSection = CollectivesSection()
     order: OrderSection = OrderSection()
     predicted: Prediction = Prediction()
+    sharding: ShardingPlan | None = None
 
     @property
     def bodies(self) -> tuple[PlanBody, ...]:

@@ -33,6 +33,9 @@
     }
     }
 
+`"sharding": {"mesh": [8, 128], "parameters": [1, 1], "gradients": [1, 1], "optimizer": [8, 1], "split": "between"}` may
+follow. It has factors as [GPUs of a node, nodes], and perhaps a `placement` (`passes/sharding/sharding_plan.py`).
+
 To edit a plan, move names within the `run` of a segment, or from one `run` to another. Each operator must appear once.
 `small` lists short instructions that are not operators, by the operator before which they run; do not edit it. Times
 are only for information. Equal plans give equal text. Unknown fields are errors, so that a misspelled name is noticed.
@@ -62,6 +65,8 @@ from dhelix.passes.plans.plan import (
     PlanTarget,
     Prediction,
 )
+from dhelix.passes.sharding.factors import STATES, Factor, Factors, ShardingError
+from dhelix.passes.sharding.sharding_plan import ShardingPlan
 from dhelix.profiles import keys
 from dhelix.profiles.files import codec
 from dhelix.profiles.files.codec import Bytes, Count, Kind, Share, Text, json_lines, json_text
@@ -125,6 +130,18 @@ class _Order(Struct, forbid_unknown_fields=True):
     memory_limit: Bytes = 0
 
 
+_Factor = tuple[Count, Count]  # GPUs of a node, nodes
+
+
+class _Sharding(Struct, forbid_unknown_fields=True):
+    mesh: _Factor
+    parameters: _Factor
+    gradients: _Factor
+    optimizer: _Factor
+    split: Text
+    placement: list[Text] | None = None
+
+
 class _File(Struct, forbid_unknown_fields=True):
     schema: int
     program: Text
@@ -132,6 +149,7 @@ class _File(Struct, forbid_unknown_fields=True):
     predicted: _Prediction
     collectives: _Collectives
     order: _Order
+    sharding: _Sharding | None = None
 
 
 def load(path: str | Path) -> Plan:
@@ -169,6 +187,7 @@ def dumps(plan: Plan) -> str:
             "predicted": json_text(predicted),
             "collectives": json_text({**vars(collectives), "decomposed": decomposed}),
             "order": _lines(*(f'"{name}": {value}' for name, value in limits.items()), bodies),
+            **({"sharding": json_text(plan.sharding.as_json())} if plan.sharding else {}),
         }
     )
     loads(text, "this plan")
@@ -228,6 +247,7 @@ def loads(text: str, origin: str) -> Plan:
         _collectives(file.collectives, origin),
         OrderSection(bodies, file.order.skew, file.order.max_in_flight, file.order.memory_limit),
         Prediction(**structs.asdict(file.predicted)),
+        None if file.sharding is None else _sharding(file.sharding, origin),
     )
 
 
@@ -248,6 +268,15 @@ def _target(read: _Target, origin: str) -> PlanTarget:
         xla_flags=tuple(map(str, read.xla_flags)),
         gpus_per_node=read.gpus_per_node,
     )
+
+
+def _sharding(read: _Sharding, origin: str) -> ShardingPlan:
+    try:
+        factors = Factors(*(Factor(*getattr(read, name)) for name in ("mesh", *STATES)))
+        placement = None if read.placement is None else tuple(map(str, read.placement))
+        return ShardingPlan(factors, str(read.split), placement)
+    except ShardingError as error:
+        raise _wrong(origin, str(error), "sharding") from None
 
 
 def _collectives(read: _Collectives, origin: str) -> CollectivesSection:

@@ -1,0 +1,182 @@
+"""The planner: the factors whose communication costs least among those that fit into memory (AMSP IV and V-B).
+
+    planned = plan(job, mesh, times, limit=80e9)
+    planned.best.factors                    # parameters 1x1, gradients 1x1, optimizer 8x1 of 8x128
+    planned.why(planned.candidates[1])      # '0.12 s longer, most of it broadcast (+0.11 s)'
+
+All admissible factors are tried (`factors.admissible`): 132 for 128 nodes of 8 GPUs. Brute force is enough, as the
+paper says. Candidates that need more memory than the limit are left out (its inequality 2).
+
+The paper minimises T, the sum of all collectives (`objective="total"`). That counts communication that compute hides,
+so the default is `"exposed"`: what is added to the compute of a step, with the optimizer's update. Both are reported.
+Tables of collectives have errors. So candidates within `TIE` of the least count as equal, and the one with the least
+memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dhelix.passes.sharding import memory as memories
+from dhelix.passes.sharding.collective_times import CollectiveTimes
+from dhelix.passes.sharding.factors import ONE, Factor, Factors, ShardingError, admissible
+from dhelix.passes.sharding.memory import Memory
+from dhelix.passes.sharding.overlap import Overlap
+from dhelix.passes.sharding.step_times import Job, StepTimes
+
+TIE = 0.02
+"""Relative difference below which two times count as equal."""
+
+OBJECTIVES = ("exposed", "total")
+"""What the planner minimises: what a step loses to communication, or the sum of all collectives as in the paper."""
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Factors with their memory and times."""
+
+    factors: Factors
+    memory: Memory
+    times: StepTimes
+
+    def value(self, objective: str) -> float:
+        """Seconds that the planner minimises."""
+        if objective == "total":
+            return self.times.total
+        return self.times.exposed + self.times.update
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The result of the planner.
+
+    Attributes:
+      job: what was planned for.
+      limit: bytes of memory of a device.
+      objective: one of OBJECTIVES.
+      best: the chosen candidate.
+      candidates: all that fit, the fastest first.
+      rejected: all that do not fit, those with the least memory first.
+    """
+
+    job: Job
+    limit: float
+    objective: str
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[Candidate, ...]
+
+    @property
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """All that fit but the chosen one, the fastest first."""
+        return tuple(candidate for candidate in self.candidates if candidate != self.best)
+
+    def why(self, candidate: Candidate) -> str:
+        """Why a candidate was not chosen, as a text."""
+        over = candidate.memory.total - self.limit
+        if over > 0.0:
+            return f"needs {_gb(over)} more than there are"
+        lost = candidate.value(self.objective) - self.best.value(self.objective)
+        more = candidate.memory.total - self.best.memory.total
+        if abs(lost) <= TIE * self.best.value(self.objective):
+            return f"the same time within {TIE:.0%}, and {_gb(more)} more"
+        terms = self._terms(candidate)
+        name = max(terms, key=lambda term: terms[term])
+        return f"{lost:.3g} s longer, most of it {name} ({terms[name]:+.3g} s), and {_gb(abs(more))} {_less(more)}"
+
+    def _terms(self, candidate: Candidate) -> Mapping[str, float]:
+        """How much longer each part of a candidate is than that of the chosen one, in seconds."""
+        total = self.objective == "total"
+        pairs = zip(candidate.times.parts, self.best.times.parts, strict=True)
+        terms = {a.name: a.total - b.total if total else a.exposed - b.exposed for a, b in pairs}
+        return terms if total else {**terms, "update": candidate.times.update - self.best.times.update}
+
+
+def evaluate(job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap | None = None) -> Candidate:
+    """The memory and the times of a job under given factors. A secondary shard takes memory as well."""
+    found = memories.memory(job.sizes, factors, job.kept, job.batch, job.bucket)
+    if job.secondary is not None:
+        shard = job.kept.moved_parameter * job.sizes.parameters / job.secondary.size
+        found = replace(found, gathered=found.gathered + shard)
+    return Candidate(factors, found, StepTimes.of(job, factors, times, overlap))
+
+
+def plan(
+    job: Job,
+    mesh: Factor,
+    times: CollectiveTimes,
+    limit: float,
+    overlap: Overlap | None = None,
+    objective: str = "exposed",
+) -> Planned:
+    """The best factors over `mesh`.
+
+    Args:
+      times: how long collectives take.
+      limit: bytes of memory of a device.
+      overlap: which collectives are hidden; None: all.
+      objective: one of OBJECTIVES.
+
+    Raises:
+      ShardingError: nothing fits. The message says how much is missing, and what would fit.
+    """
+    if objective not in OBJECTIVES:
+        raise ShardingError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    found = [evaluate(job, factors, times, overlap) for factors in admissible(mesh)]
+    fitting = sorted(
+        (c for c in found if c.memory.total <= limit),
+        key=lambda c: (c.value(objective), c.memory.total, _key(c.factors)),
+    )
+    left = sorted((c for c in found if c.memory.total > limit), key=lambda c: (c.memory.total, _key(c.factors)))
+    if not fitting:
+        raise ShardingError(_nothing_fits(job, left[0], limit))
+    near = [c for c in fitting if c.value(objective) <= (1.0 + TIE) * fitting[0].value(objective)]
+    best = min(near, key=lambda c: (c.memory.total, c.factors.optimizer.size, c.value(objective), _key(c.factors)))
+    return Planned(job, limit, objective, best, tuple(fitting), tuple(left))
+
+
+def baselines(
+    job: Job, mesh: Factor, times: CollectiveTimes, overlap: Overlap | None = None, group: Factor | None = None
+) -> dict[str, Candidate]:
+    """Known strategies: ZeRO-1, ZeRO-3 and MiCS with groups of a node, under the same overlap."""
+    named = {"ZeRO-1": "zero1", "ZeRO-3": "zero3", "MiCS": "mics"}
+    factors = {name: Factors.named(key, mesh, group or Factor(mesh.gpus)) for name, key in named.items()}
+    return {name: evaluate(job, found, times, overlap) for name, found in factors.items()}
+
+
+def _key(factors: Factors) -> tuple[Factor, ...]:
+    return factors.parameters, factors.gradients, factors.optimizer
+
+
+def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
+    """One line: how much the candidate with the least memory misses, and what would fit."""
+    missing = f"{least.factors} needs {_gb(least.memory.total)}, {_gb(least.memory.total - limit)} too much"
+    batch = job.batch
+    ways = []
+    if not batch.recompute:
+        ways.append(("recomputation", replace(batch, recompute=True)))
+    if batch.sequences > 1:
+        ways.append(("1 sequence in a micro-batch", replace(batch, sequences=1)))
+        if not batch.recompute:
+            ways.append(("recomputation and 1 sequence", replace(batch, sequences=1, recompute=True)))
+    for words, other in ways:
+        needed = memories.memory(job.sizes, least.factors, job.kept, other, job.bucket).total
+        if needed <= limit:
+            return f"nothing fits into {_gb(limit)}: {missing}; with {words} it needs {_gb(needed)}"
+    sharded = least.memory.states
+    other = least.memory.total - sharded
+    if other < limit and least.factors.optimizer != ONE:
+        more = sharded / (limit - other)
+        return f"nothing fits into {_gb(limit)}: {missing}; {more:.2g} times as many GPUs hold the model states"
+    return f"nothing fits into {_gb(limit)}: {missing}; use shorter sequences, or GPUs with more memory"
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.1f} GB"
+
+
+def _less(more: float) -> str:
+    return "more" if more > 0.0 else "less"

@@ -1,0 +1,255 @@
+"""Time of a step's communication under given factors, and how much of it stays exposed (AMSP IV-C and V-C).
+
+    times = StepTimes.of(job, factors, collective_times, Overlap())
+    times.total, times.exposed, times.step        # seconds: of all collectives, of what stays exposed, of the step
+
+The paper's equations, with its misprints corrected. t is `CollectiveTimes`, B_p and B_g the bytes moved per parameter
+and gradient, U the bytes of a bucket. / divides meshes by components.
+
+    T_p    M * (sum over modules of 2 t(AG, B_p Phi_i, s_p) + t(RS, B_g Phi_i, s_p))           0 if |s_p| = 1
+    T_os0  n * t(AR, B_g Phi / (|s_p| n), s_dp / s_p)    n = ceil(B_g Phi / (U |s_p|))         0 if s_p = s_dp
+    T_os1  (|s_os| / |s_p|) * t(BC, B_p Phi / |s_os|, s_os / s_p)                              0 if s_os = s_p
+           t(AG, B_p Phi / |s_p|, s_os / s_p) if tensors are split inside
+    T_g    (M - 1) * T_os0 over s_g / s_p instead of s_dp / s_p                                0 if s_g = s_p
+
+Corrections: the sum goes from 1 to K and includes modules outside of layers. Both printed factors s_p1 / s_p1 are
+s_dp1 / s_p1 and s_os1 / s_p1. A device holds Phi / |s_p| gradients, so the number of buckets is divided by |s_p|. Here
+buckets are equal; the printed U for each would count the last one as full. The all-reduce of T_os0 is the data-parallel
+reduction, so that every plan has it.
+
+What stays exposed follows the executor's rules (V-C; `overlap.py`). As a baseline, ZeRO++ (III-B) gathers over
+`Job.secondary` in backward, and over s_p in forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dhelix.passes.sharding import overlap as hiding
+from dhelix.passes.sharding.collective_times import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    Basis,
+    CollectiveTimes,
+)
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
+from dhelix.passes.sharding.overlap import Overlap, Stretch
+from dhelix.passes.sharding.sizes import MIXED, Batch, ModelSizes, Module, StateBytes
+
+SPLITS = ("between", "inside")
+"""How optimizer states are split over a group: whole tensors for each owner, or an even piece of each tensor."""
+
+PARTS = ("forward gather", "backward gather", "reduce-scatter", "all-reduce", "broadcast", "accumulation")
+"""Names of the parts of the communication. The first three are T_p, then T_os0, T_os1 and T_g."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How fast a device computes. It is the same for all factors.
+
+    Attributes:
+      flops: floating-point operations per second that a step reaches, counted as in `Module.flops`.
+      memory_bandwidth: bytes per second that the optimizer's update reaches.
+    """
+
+    flops: float
+    memory_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan is made for.
+
+    Attributes:
+      sizes: the model.
+      batch: what a device computes in a step.
+      compute: how fast it computes.
+      kept: bytes per parameter.
+      bucket: bytes of an all-reduce bucket, U.
+      split: one of SPLITS.
+      secondary: the part over which backward gathers, as ZeRO++ does; None means that of the parameters.
+    """
+
+    sizes: ModelSizes
+    batch: Batch
+    compute: Compute
+    kept: StateBytes = MIXED
+    bucket: float = 256e6
+    split: str = "between"
+    secondary: Factor | None = None
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ShardingError(f"split {self.split!r} is unknown; use one of {', '.join(SPLITS)}")
+        if self.bucket <= 0.0:
+            raise ShardingError("a bucket has more than 0 bytes")
+
+    def forward_seconds(self, module: Module) -> float:
+        """Time of a module's forward pass on one micro-batch."""
+        return module.flops * self.batch.tokens / self.compute.flops
+
+    @property
+    def forward(self) -> float:
+        """Time of a micro-batch's forward pass, in seconds."""
+        return self.sizes.flops * self.batch.tokens / self.compute.flops
+
+    @property
+    def backward(self) -> float:
+        """Time of a micro-batch's backward pass, in seconds; with the second forward of recomputation."""
+        layers = self.sizes.layers * self.sizes.layer_flops * self.batch.tokens / self.compute.flops
+        return 2.0 * self.forward + (layers if self.batch.recompute else 0.0)
+
+    def update_seconds(self, factors: Factors) -> float:
+        """Time of the optimizer's update: it reads states and gradients, writes states and parameters, and clears
+        the gradients."""
+        kept = self.kept
+        touched = (2.0 * kept.optimizer + kept.gradient + kept.parameter) / factors.optimizer.size
+        cleared = kept.gradient / factors.gradients.size
+        return (touched + cleared) * self.sizes.parameters / self.compute.memory_bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the communication: seconds in all, and exposed. Exposed time includes how much it slows compute."""
+
+    name: str
+    total: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of a step in seconds.
+
+    Attributes:
+      parts: communication, a part for each of PARTS.
+      compute: forward and backward of all micro-batches, while nothing communicates.
+      update: the optimizer's update.
+      basis: seconds of communication by where their times come from.
+    """
+
+    parts: tuple[Part, ...]
+    compute: float
+    update: float
+    basis: dict[Basis, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all collectives, AMSP's T."""
+        return sum(part.total for part in self.parts)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds by which communication makes the step longer."""
+        return sum(part.exposed for part in self.parts)
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.update + self.exposed
+
+    @property
+    def guessed(self) -> float:
+        """Share of `total` that comes from a formula alone."""
+        return self.basis.get(Basis.GUESSED, 0.0) / self.total if self.total else 0.0
+
+    @property
+    def scaled(self) -> float:
+        """Share of `total` that comes from another mesh, size or collective."""
+        return self.basis.get(Basis.SCALED, 0.0) / self.total if self.total else 0.0
+
+    @classmethod
+    def of(cls, job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap | None = None) -> StepTimes:
+        """The times of a step of `job` under `factors`."""
+        step = _Step(job, factors, times, overlap or Overlap())
+        parts = (*step.parameters(), step.all_reduce(), step.broadcast(), step.accumulation())
+        compute = job.batch.microbatches * (job.forward + job.backward)
+        return cls(parts, compute, job.update_seconds(factors), step.basis)
+
+
+class _Step:
+    """The computation of `StepTimes`."""
+
+    def __init__(self, job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap) -> None:
+        self.job, self.factors, self.times, self.overlap = job, factors, times, overlap
+        self.basis: dict[Basis, float] = {}
+
+    def _read(self, op: str, size: float, group: Factor, count: float = 1, together: int = 1) -> float:
+        """The time of one collective (of `together` ones as one launch), which the step runs `count` times."""
+        found = self.times.of(op, size, group, self.factors.mesh, together)
+        if found.seconds:
+            self.basis[found.basis] = self.basis.get(found.basis, 0.0) + count * found.seconds
+        return found.seconds
+
+    def _modules(self, op: str, moved: float, group: Factor) -> tuple[Sequence[float], Sequence[float]]:
+        """The times for each module of a layer, and for each module outside of layers."""
+        sizes, m = self.job.sizes, self.job.batch.microbatches
+        inside = [self._read(op, moved * module.parameters, group, m * sizes.layers) for module in sizes.modules]
+        return inside, [self._read(op, moved * module.parameters, group, m) for module in sizes.outside]
+
+    def parameters(self) -> tuple[Part, Part, Part]:
+        """T_p: gathers of forward and backward, and the reduce-scatter."""
+        job, group, kept = self.job, self.factors.parameters, self.job.kept
+        m, layers = job.batch.microbatches, job.sizes.layers
+        found = [
+            self._modules(ALL_GATHER, kept.moved_parameter, group),
+            self._modules(ALL_GATHER, kept.moved_parameter, job.secondary or group),
+            self._modules(REDUCE_SCATTER, kept.moved_gradient if kept.gradient else 0.0, group),
+        ]
+        totals = [m * (layers * sum(inside) + sum(outside)) for inside, outside in found]
+        stretch = Stretch(
+            [job.forward_seconds(module) for module in job.sizes.modules],
+            [job.forward_seconds(module) for module in job.sizes.outside],
+            layers,
+            m,
+            job.batch.recompute,
+        )
+        across = group.nodes > 1
+        exposed = (
+            hiding.forward_gathers(stretch, *found[0], self.overlap, across),
+            *hiding.backward(stretch, found[1], found[2], self.overlap, across),
+        )
+        first, second, third = (Part(*row) for row in zip(PARTS, totals, exposed, strict=False))
+        return first, second, third
+
+    def _buckets(self, group: Factor, count: int) -> tuple[int, float]:
+        """The number of buckets, and the time of one."""
+        gradients = self.job.kept.moved_gradient * self.job.sizes.parameters / self.factors.parameters.size
+        if group.size == 1 or not self.job.kept.gradient or not count:
+            return 0, 0.0
+        number = max(math.ceil(gradients / self.job.bucket), 1)
+        return number, self._read(ALL_REDUCE, gradients / number, group, count * number)
+
+    def _reduction(self, name: str, group: Factor, count: int) -> Part:
+        """All-reduces over `group` that `count` micro-batches run under their backward."""
+        number, one = self._buckets(group, count)
+        exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1)
+        return Part(name, count * number * one, count * exposed)
+
+    def all_reduce(self) -> Part:
+        """T_os0: gradients of the last micro-batch, over all copies of the parameters."""
+        return self._reduction("all-reduce", self.factors.mesh / self.factors.parameters, 1)
+
+    def accumulation(self) -> Part:
+        """T_g: gradients of the other micro-batches, where gradients are sharded more than parameters."""
+        group = self.factors.gradients / self.factors.parameters
+        return self._reduction("accumulation", group, self.job.batch.microbatches - 1)
+
+    def broadcast(self) -> Part:
+        """T_os1: updated parameters, from the devices that updated them."""
+        job, factors = self.job, self.factors
+        group = factors.optimizer / factors.parameters
+        if group.size == 1 or not job.kept.optimizer:
+            return Part("broadcast", 0.0, 0.0)
+        moved = job.kept.moved_parameter * job.sizes.parameters / factors.parameters.size
+        if job.split == "inside":
+            seconds = self._read(ALL_GATHER, moved, group)
+        else:
+            seconds = self._read(BROADCAST, moved / group.size, group, together=group.size)
+        sizes = job.sizes
+        first = (sizes.layer_parameters + (sizes.outside[0].parameters if sizes.outside else 0)) / sizes.parameters
+        return Part("broadcast", seconds, hiding.broadcast(job.forward, first, seconds, self.overlap, group.nodes > 1))
