@@ -54,7 +54,8 @@ class Overlap:
         """
         if wrong := sorted(set(names) - set(_SWITCHES)):
             raise ShardingError(f"overlap of {wrong[0]!r} is unknown; use {', '.join(_SWITCHES)}")
-        return cls(**{name: name in names for name in _SWITCHES})
+        gather, reduce_scatter, all_reduce, broadcast = (name in names for name in _SWITCHES)
+        return cls(gather, reduce_scatter, all_reduce, broadcast)
 
     def on(self, hardware: Hardware) -> Overlap:
         """The same switches, with the rates of a GPU."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from dhelix.passes.sharding import memory as memories
 from dhelix.passes.sharding.collective_times import CollectiveTimes
-from dhelix.passes.sharding.factors import ONE, Factor, Factors, ShardingError, admissible
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.memory import Memory
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.step_times import Job, StepTimes
@@ -155,21 +155,22 @@ def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
     """One line: how much the candidate with the least memory misses, and what would fit."""
     missing = f"{least.factors} needs {_gb(least.memory.total)}, {_gb(least.memory.total - limit)} too much"
     batch = job.batch
-    ways = []
-    if not batch.recompute:
-        ways.append(("recomputation", replace(batch, recompute=True)))
-    if batch.sequences > 1:
-        ways.append(("1 sequence in a micro-batch", replace(batch, sequences=1)))
-        if not batch.recompute:
-            ways.append(("recomputation and 1 sequence", replace(batch, sequences=1, recompute=True)))
-    for words, other in ways:
+    ways = {"recomputation": {"recompute": True}, "1 sequence in a micro-batch": {"sequences": 1}}
+    ways["both"] = ways["recomputation"] | ways["1 sequence in a micro-batch"]
+    fitting = {}
+    for words, changes in ways.items():
+        other = replace(batch, **changes)
         needed = memories.memory(job.sizes, least.factors, job.kept, other, job.bucket).total
-        if needed <= limit:
-            return f"nothing fits into {_gb(limit)}: {missing}; with {words} it needs {_gb(needed)}"
+        if needed <= limit and other != batch:
+            fitting[words] = f"with {words} it needs {_gb(needed)}"
+    if fitting:
+        if len(fitting) > 1:
+            fitting.pop("both", None)
+        return f"nothing fits into {_gb(limit)}: {missing}; {', or '.join(fitting.values())}"
     sharded = least.memory.states
-    other = least.memory.total - sharded
-    if other < limit and least.factors.optimizer != ONE:
-        more = sharded / (limit - other)
+    rest = least.memory.total - sharded
+    if rest < limit:
+        more = sharded / (limit - rest)
         return f"nothing fits into {_gb(limit)}: {missing}; {more:.2g} times as many GPUs hold the model states"
     return f"nothing fits into {_gb(limit)}: {missing}; use shorter sequences, or GPUs with more memory"
 

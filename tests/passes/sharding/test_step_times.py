@@ -1,0 +1,119 @@
+"""The corrected equations of AMSP section IV-C, written out again, and what overlap leaves of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from dhelix.passes.sharding.collective_times import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
+from dhelix.passes.sharding.overlap import DEEPSPEED, NOTHING, Overlap
+from dhelix.passes.sharding.sizes import FROZEN, Batch
+from dhelix.passes.sharding.step_times import PARTS, Job, StepTimes
+from tests.passes.sharding.models import LLAMA_7B, TIMES, factors, job
+
+MESH = (8, 4)
+PHI = LLAMA_7B.parameters
+FREE = {"within": (1.0, 1.0), "between": (1.0, 1.0)}
+
+
+def times(found: Factors, of: Job, overlap: Overlap = NOTHING) -> StepTimes:
+    return StepTimes.of(of, found, TIMES, overlap)
+
+
+def parts(found: StepTimes) -> dict[str, float]:
+    return {part.name: part.total for part in found.parts}
+
+
+def t(op: str, size: float, group: Factor, together: int = 1) -> float:
+    return TIMES.seconds(op, size, group, Factor(*MESH), together)
+
+
+def test_the_corrected_equations() -> None:
+    found = factors(MESH, (2, 1), (8, 2), (8, 2))
+    ours = parts(times(found, job(batch=Batch(microbatches=3), bucket=250e6)))
+    modules = [m.parameters for m in LLAMA_7B.modules] * 32 + [m.parameters for m in LLAMA_7B.outside]
+    gather = 3 * sum(t(ALL_GATHER, 2 * phi, Factor(2)) for phi in modules)
+    assert ours["forward gather"] == pytest.approx(gather)
+    assert ours["backward gather"] == pytest.approx(gather)
+    assert ours["reduce-scatter"] == pytest.approx(3 * sum(t(REDUCE_SCATTER, 2 * phi, Factor(2)) for phi in modules))
+    n = math.ceil(2 * PHI / (250e6 * 2))
+    assert ours["all-reduce"] == pytest.approx(n * t(ALL_REDUCE, 2 * PHI / 2 / n, Factor(4, 4)))
+    assert ours["accumulation"] == pytest.approx(2 * n * t(ALL_REDUCE, 2 * PHI / 2 / n, Factor(4, 2)))
+    assert ours["broadcast"] == pytest.approx(t(BROADCAST, 2 * PHI / 16, Factor(4, 2), together=8))
+
+
+def test_a_split_inside_tensors_gathers() -> None:
+    found = factors(MESH, (2, 1), (2, 1), (8, 1))
+    inside = parts(times(found, job(split="inside")))
+    assert inside["broadcast"] == pytest.approx(t(ALL_GATHER, 2 * PHI / 2, Factor(4)))
+
+
+@pytest.mark.parametrize(
+    "found, absent",
+    [
+        (Factors.named("dp", Factor(*MESH)), {*PARTS} - {"all-reduce"}),
+        (Factors.named("zero3", Factor(*MESH)), {"all-reduce", "broadcast", "accumulation"}),
+        (Factors.named("mics", Factor(*MESH)), {"broadcast", "accumulation"}),
+    ],
+)  # fmt: skip
+def test_what_a_strategy_does_not_communicate(found: Factors, absent: set[str]) -> None:
+    ours = parts(times(found, job(batch=Batch(microbatches=2))))
+    assert {name for name, seconds in ours.items() if not seconds} == absent
+
+
+def test_without_overlap_everything_is_exposed() -> None:
+    for found in admissible(Factor(*MESH)):
+        ours = times(found, job(batch=Batch(microbatches=2)))
+        assert ours.exposed == pytest.approx(ours.total)
+        assert ours.step == pytest.approx(ours.compute + ours.update + ours.total)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_switch_hides_something_and_never_more_than_all(recompute: bool) -> None:
+    of = job(batch=Batch(microbatches=2, recompute=recompute))
+    for found in admissible(Factor(*MESH)):
+        before = times(found, of).exposed
+        for names in (["gather"], ["gather", "reduce_scatter"], ["gather", "reduce_scatter", "all_reduce"]):
+            after = times(found, of, replace(Overlap.only(*names), **FREE)).exposed
+            assert -1e-12 <= after <= before + 1e-9
+            before = after
+
+
+def test_a_collective_that_compute_covers_leaves_its_ends_alone() -> None:
+    found = factors(MESH, (1, 1), (1, 1), (8, 1))
+    ours = times(found, job(), replace(Overlap(), **FREE))
+    exposed = {part.name: part.exposed for part in ours.parts}
+    buckets = math.ceil(2 * PHI / 256e6)
+    assert exposed["all-reduce"] == pytest.approx(parts(ours)["all-reduce"] / buckets)  # the last bucket
+    first = (LLAMA_7B.layer_parameters + LLAMA_7B.outside[0].parameters) / PHI
+    assert exposed["broadcast"] == pytest.approx(first * parts(ours)["broadcast"])
+
+
+def test_hidden_collectives_slow_compute() -> None:
+    found = factors(MESH, (4, 1), (4, 1), (8, 1))
+    assert times(found, job(), Overlap()).exposed > times(found, job(), replace(Overlap(), **FREE)).exposed
+
+
+def test_baselines() -> None:
+    mesh = Factor(*MESH)
+    mics = Factors.named("mics", mesh)
+    assert times(mics, job(), NOTHING).step > times(mics, job(), DEEPSPEED).step > times(mics, job(), Overlap()).step
+    zero3 = Factors.named("zero3", mesh)
+    plain, secondary = (parts(times(zero3, of)) for of in (job(), job(secondary=Factor(8))))
+    assert secondary["backward gather"] < plain["backward gather"] == plain["forward gather"]
+    assert secondary["forward gather"] == plain["forward gather"]
+
+
+def test_frozen_parameters_are_gathered_and_no_more() -> None:
+    ours = parts(times(factors(MESH, (8, 1), (8, 1), (8, 4)), job(kept=FROZEN)))
+    assert {name for name, seconds in ours.items() if seconds} == {"forward gather", "backward gather"}
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ShardingError, match="overlap of 'gathers' is unknown"):
+        Overlap.only("gathers")
+    with pytest.raises(ShardingError, match="split 'both' is unknown"):
+        job(split="both")
