@@ -39,6 +39,7 @@ COMMANDS = {
     "profile": Command("measure what one train step's operators and collectives cost"),
     "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
     "fold": Command("show the layout and schedule of a pipeline, and what they cost", needs_device=False),
+    "shard": Command("choose over how many GPUs model states are sharded", needs_device=False),
     "inspect": Command(
         "show what hides each collective of a compiled step, and what stays exposed", needs_device=False
     ),
@@ -105,7 +106,7 @@ def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.F
     flags.DEFINE_bool("verbose", False, more, short_name="v", flag_values=values)
     module.define_flags(values)
     try:
-        positional = values(["dhelix", *arguments])[1:]
+        positional = values(["dhelix", *map(_with_underscores, arguments)])[1:]
     except flags.Error as error:
         _fail(f"{_plain_words(_one_line(error))}; see `dhelix {name} --help`", name, status=2)
     if values["help"].value:
@@ -137,6 +138,14 @@ def _fail(message: str, name: str = "", status: int = 1) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _with_underscores(argument: str) -> str:
+    """An argument whose flag is spelled as absl spells it: `--gpus-per-node=8` becomes `--gpus_per_node=8`."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 def _plain_words(message: str) -> str:

@@ -13,7 +13,6 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -24,6 +23,7 @@ from dhelix.launch.fold import chart as fold_chart
 from dhelix.launch.fold import tables as fold_tables
 from dhelix.launch.fold.tables import FoldView
 from dhelix.launch.fold.times import cell_times
+from dhelix.launch.shown import json_output
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.presets import PRESETS
 from dhelix.passes.pipeline_fold import (
@@ -47,7 +47,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Runs `dhelix fold` and returns its exit status. Raises DhelixError if the command fails."""
     chosen: dict[str, Any] = values.flag_values_dict()
     chosen["layers"] = _layers(chosen)
-    target = _json_target(chosen["json"], arguments)
+    target = json_output.target(chosen["json"], arguments, "fold")
     view = view_of(chosen)
     to_stdout = target == "-"
     console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() else 144, highlight=False)
@@ -59,7 +59,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     else:
         fold_tables.print_view(view, console)
     if target and not to_stdout:
-        _write(target, f"{_json(view)}\n")
+        json_output.write(target, f"{_json(view)}\n")
     for name in (chosen["out"], None if to_stdout else target):
         if name:
             console.print(f"wrote {name}", soft_wrap=True, markup=False)
@@ -133,24 +133,5 @@ def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation
     return found
 
 
-def _json_target(value: str | None, arguments: list[str]) -> str | None:
-    """Where JSON is written: nowhere (None), to stdout ("-"), or to a file.
-
-    In `--json FILE`, absl takes FILE for a positional argument, so it is looked for in `arguments`.
-    """
-    if value == "true" and len(arguments) == 1:
-        return arguments[0]
-    if arguments:
-        raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix fold --help`")
-    return {"true": "-", "false": None}.get(value or "false", value)
-
-
 def _json(view: FoldView) -> str:
     return json.dumps(view.to_json(), indent=1)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise DhelixError(f"cannot write {path} ({error.strerror}); give a file in a folder that exists") from None

@@ -6,6 +6,7 @@ import functools
 
 from absl import flags
 
+from dhelix.launch.shown.json_output import define_json
 from dhelix.models.presets import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 
@@ -39,12 +40,4 @@ def define_flags(values: flags.FlagValues) -> None:
     real("si_gain", 0.0, gain, upper_bound=1.0)
     real("send", 0.0, "time of one message between stages")
     flags.DEFINE_string("out", None, "draw the schedule to this .png or .svg file", flag_values=values)
-    _define_json(values)
-
-
-def _define_json(values: flags.FlagValues) -> None:
-    """Defines the flag `--json`. It is a switch, as in the other commands, but may also name a file."""
-    words = "print everything as JSON; --json=FILE writes it to that file"
-    flag = flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "json", None, words)
-    flag.boolean = True  # so absl accepts the flag without a value
-    flags.DEFINE_flag(flag, values)
+    define_json(values)

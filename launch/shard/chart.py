@@ -1,0 +1,95 @@
+"""Chart of all factors: memory of a GPU to the right, exposed communication of a step upwards.
+
+A point is one candidate of the planner. Its colour says how parameters are sharded: whole, inside a node, over nodes.
+The chosen factors and known strategies have names. Right of the line, nothing fits. Equal results give equal bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.launch.shard.view import ShardView
+from dhelix.launch.shown import figures
+from dhelix.launch.shown.figures import EXPOSED, GREY, INK
+from dhelix.passes.sharding.planner import Candidate
+
+_GB = 1e9
+_KINDS = {
+    "parameters on every GPU": figures.BETA,
+    "parameters inside a node": figures.ALPHA,
+    "parameters over nodes": figures.HIDDEN,
+}
+
+
+def kind(candidate: Candidate) -> str:
+    """How parameters are sharded, in words of the legend."""
+    whole, inside, over = _KINDS
+    part = candidate.factors.parameters
+    return over if part.nodes > 1 else inside if part.gpus > 1 else whole
+
+
+def labels(view: ShardView) -> list[tuple[str, Candidate]]:
+    """The named points: known strategies, and the shown factors last."""
+    named = [(name, found) for name, found in view.known.items() if found.factors != view.chosen.factors]
+    return [*named, (", ".join(str(factor) for _, factor in view.chosen.factors.states()), view.chosen)]
+
+
+def save(view: ShardView, path: str | Path, title: str) -> None:
+    """Draws the chart to a file.
+
+    Args:
+      path: the file; its name ends in .png or .svg.
+      title: text above the chart.
+
+    Raises:
+      DhelixError: the name has another ending, matplotlib is missing, or the file cannot be written.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in (".png", ".svg"):
+        raise DhelixError(f"{path}: charts are .png or .svg files; give such a name")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
+    style: Any = {"font.size": 9, "font.family": "DejaVu Sans", "text.color": INK, "svg.hashsalt": "dhelix"}
+    metadata = {"Software": None} if ending == ".png" else {"Date": None, "Creator": None}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9.0, 5.5), dpi=160, layout="constrained")
+        axis = figure.subplots()
+        _draw(axis, view)
+        axis.set_title(title, loc="left", fontweight="bold", fontsize=10)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figures.save(figure, path, "a file", metadata)
+
+
+def _draw(axis: Any, view: ShardView) -> None:
+    found = (*view.planned.candidates, *view.planned.rejected)
+    for words, colour in _KINDS.items():
+        points = [_point(candidate) for candidate in found if kind(candidate) == words]
+        if points:
+            axis.scatter(*zip(*points, strict=True), s=22, color=colour, alpha=0.75, lw=0, label=words)
+    axis.axvline(view.planned.limit / _GB, color=EXPOSED, lw=1.0, ls=(0, (4, 3)), label="memory of a GPU")
+    for name, candidate in labels(view):
+        chosen = candidate is view.chosen
+        axis.annotate(
+            name,
+            _point(candidate),
+            (5, 5),
+            textcoords="offset points",
+            fontweight="bold" if chosen else "normal",
+            color=INK if chosen else GREY,
+        )
+    axis.scatter(*_point(view.chosen), s=70, facecolor="none", edgecolor=INK, lw=1.4)
+    axis.set_yscale("symlog", linthresh=max(view.chosen.times.exposed, 1e-6))
+    axis.set_ylim(bottom=0.0)
+    axis.set_xlabel("memory of a GPU, GB", color=GREY)
+    axis.set_ylabel("exposed communication of a step, seconds", color=GREY)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _point(candidate: Candidate) -> tuple[float, float]:
+    return candidate.memory.total / _GB, candidate.times.exposed

@@ -1,0 +1,95 @@
+"""`dhelix shard`: chooses factors of model states, and shows what they cost beside all others.
+
+    dhelix shard --model llama-7b --cluster amsp-a800 --nodes 128 --gpus_per_node 8
+
+`passes/sharding/planner.py` chooses. docs/guide/sharding.md explains the choice and its limits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch.shard import chart, tables
+from dhelix.launch.shard.job import Task, task_of
+from dhelix.launch.shard.view import ShardView, factors_of, placed_by
+from dhelix.launch.shown import json_output
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.sharding.placement import Topology
+from dhelix.passes.sharding.planner import baselines, evaluate, plan
+from dhelix.profiles.hardware import ALL, Hardware
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Runs `dhelix shard` and returns its exit status. Raises DhelixError if the command fails."""
+    chosen: dict[str, Any] = values.flag_values_dict()
+    target = json_output.target(chosen["json"], arguments, "shard")
+    view = view_of(chosen)
+    to_stdout = target == "-"
+    console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    text = json.dumps(view.to_json(chosen["top"]), indent=1)
+    if chosen["chart"]:
+        chart.save(view, chosen["chart"], f"{view.task.job.sizes.name} on {view.task.mesh} GPUs")
+    if chosen["out"]:
+        plan_files.save(plan_of(view), chosen["out"])
+    if to_stdout:
+        print(text)
+    else:
+        tables.print_view(view, console, chosen["top"])
+    if target and not to_stdout:
+        json_output.write(target, f"{text}\n")
+    for name in (chosen["chart"], chosen["out"], None if to_stdout else target):
+        if name:
+            console.print(f"wrote {name}", soft_wrap=True, markup=False)
+    return 0
+
+
+def view_of(chosen: dict[str, Any]) -> ShardView:
+    """The planner's result for the flags.
+
+    Raises:
+      DhelixError: nothing fits, factors do not divide each other, or `--strict` and a time was not measured.
+    """
+    task = task_of(chosen)
+    planned = plan(task.job, task.mesh, task.times, task.limit, objective=chosen["objective"])
+    shown = planned.best
+    if chosen["factors"]:
+        factors = factors_of(chosen["factors"], task.mesh)
+        shown = evaluate(task.job, factors, task.times)
+        if shown.memory.total > task.limit:
+            raise DhelixError(
+                f"--factors: {factors} {planned.why(shown)}; the planner's choice: {planned.best.factors}"
+            )
+    if chosen["strict"]:
+        _check_measured(task, shown.times.guessed, shown.times.scaled)
+    known = baselines(task.job, task.mesh, task.times)
+    placed = placed_by(Topology.load(chosen["topology"]), shown.factors) if chosen["topology"] else None
+    return ShardView(task, planned, shown, known, placed)
+
+
+def plan_of(view: ShardView) -> Plan:
+    """A plan file's contents: the sharding section, with a target and no order."""
+    task = view.task
+    sizes, batch = task.job.sizes, task.job.batch
+    program = f"{sizes.name}: {sizes.layers} layers, sequence {batch.length}, {batch.microbatches} micro-batches"
+    target = PlanTarget.of(_plain_name(task.hardware), task.link, task.setting, task.mesh.gpus)
+    return Plan(program, target, sharding=view.plan)
+
+
+def _plain_name(hardware: Hardware) -> str:
+    """The name of the GPU without that of its link."""
+    return next((name for name in ALL if hardware.name.startswith(f"{name}-")), hardware.name)
+
+
+def _check_measured(task: Task, guessed: float, scaled: float) -> None:
+    if guessed + scaled > 0.0:
+        raise DhelixError(
+            f"--strict: {guessed:.0%} of the communication's time is guessed and {scaled:.0%} is scaled from other "
+            f"meshes or sizes (from {task.source}); measure the mesh {task.mesh} with `dhelix profile`"
+        )

@@ -1,0 +1,145 @@
+"""From flags to what the planner needs: sizes of the model, speed of the GPU, times of collectives.
+
+The sizes follow from counts of the model's configuration (`DecoderConfig`), without JAX. The speed of a GPU follows
+from its description: matrix products and attention reach parts of its peak. `--mfu` replaces that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.models.common.decoder_config import DecoderConfig
+from dhelix.models.presets import PRESETS
+from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
+from dhelix.passes.sharding.factors import Factor
+from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, ModelSizes, Module
+from dhelix.passes.sharding.step_times import Compute, Job
+from dhelix.profiles import hardware as gpus
+from dhelix.profiles.estimates.estimator import hardware_of
+from dhelix.profiles.files import storage
+from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.papers import clusters
+from dhelix.profiles.profile import Profile
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one call of `dhelix shard` plans.
+
+    Attributes:
+      job: the model, the batch and the speed of a GPU.
+      mesh: all data-parallel GPUs.
+      hardware: the GPU.
+      link: link of the profile.
+      setting: launch setting of the profile's times.
+      times: how long collectives take.
+      source: where these times come from, in words.
+      limit: bytes of memory of a GPU.
+    """
+
+    job: Job
+    mesh: Factor
+    hardware: Hardware
+    link: str
+    setting: str
+    times: CollectiveTimes
+    source: str
+    limit: float
+
+
+def task_of(chosen: Mapping[str, Any]) -> Task:
+    """What the flags ask for.
+
+    Raises:
+      DhelixError: the model is missing, or a file cannot be read.
+    """
+    if not chosen["model"]:
+        raise DhelixError("which model? give --model NAME; `dhelix shard --help` lists the names")
+    config = PRESETS[chosen["model"]]
+    if chosen["layers"]:
+        config = dataclasses.replace(config, layers=chosen["layers"])
+    seq = chosen["seq"] or config.seq
+    hardware, profile, nodes = _machine(chosen)
+    mesh = Factor(chosen["gpus_per_node"] or hardware.gpus_per_node, chosen["nodes"] or nodes)
+    bandwidths = {f"{name}_bandwidth": _GB * chosen[f"{name}_bandwidth"] for name in ("intra", "inter")
+                  if chosen[f"{name}_bandwidth"]}  # fmt: skip
+    hardware = dataclasses.replace(hardware, gpus_per_node=mesh.gpus, **bandwidths)
+    sizes = model_sizes(chosen["model"], config, seq)
+    job = Job(
+        sizes,
+        Batch(chosen["batch"], seq, chosen["microbatches"], chosen["recompute"]),
+        compute_of(hardware, sizes, chosen["mfu"]),
+        TRAINERS[chosen["bytes"]],
+        1e6 * chosen["bucket"],
+        chosen["split"],
+    )
+    times, source = _times(hardware, profile, chosen)
+    limit = _GB * chosen["memory"] if chosen["memory"] else hardware.memory_bytes
+    link = profile.link if profile else chosen["link"]
+    return Task(job, mesh, hardware, link, chosen["setting"], times, source, limit)
+
+
+def model_sizes(name: str, config: DecoderConfig, seq: int) -> ModelSizes:
+    """The sizes of a model, from the counts of its configuration. Equal layers differ in nothing but their number."""
+    one, two = (dataclasses.replace(config, layers=count).parameter_count for count in (1, 2))
+    layer, outside = two - one, 2 * one - two
+    attention = min(config.hidden * config.head_dim * 2 * (config.heads + config.kv_heads), layer)
+    idle = (config.parameter_count - config.active_parameter_count) // config.layers  # experts that a token skips
+    scores = 2 * OPS_PER_PARAMETER * config.heads * config.head_dim * seq
+    table = config.vocab * config.hidden
+    return ModelSizes(
+        name,
+        config.layers,
+        (
+            Module("attention", attention, OPS_PER_PARAMETER * attention + scores),
+            Module("feed-forward", layer - attention, OPS_PER_PARAMETER * (layer - attention - idle)),
+        ),
+        (Module("embedding", table, 0.0), Module("head", outside - table, OPS_PER_PARAMETER * table)),
+        config.hidden,
+        config.vocab,
+    )
+
+
+def compute_of(hardware: Hardware, sizes: ModelSizes, mfu: float | None = None) -> Compute:
+    """How fast a GPU computes a model. Causal attention takes half of the operations that `Module.flops` counts.
+
+    Args:
+      mfu: share of the peak; None: from the efficiencies of the GPU's description.
+    """
+    memory = hardware.memory_bandwidth * hardware.memory_efficiency
+    if mfu:
+        return Compute(hardware.peak_flops * mfu, memory)
+    attention, feed_forward = sizes.modules
+    scores = sizes.layers * (attention.flops - OPS_PER_PARAMETER * attention.parameters)
+    products = sizes.flops - scores
+    seconds = products / hardware.gemm_efficiency + scores / 2 / hardware.attention_efficiency
+    return Compute(hardware.peak_flops * sizes.flops / seconds, memory)
+
+
+def _machine(chosen: Mapping[str, Any]) -> tuple[Hardware, Profile | None, int]:
+    """The GPU, its profile if there is one, and the usual number of nodes."""
+    if chosen["cluster"]:
+        if chosen["profile"]:
+            raise DhelixError("--cluster and --profile exclude each other; give one of them")
+        cluster = clusters.get(chosen["cluster"])
+        return cluster.hardware, None, cluster.nodes
+    if chosen["profile"]:
+        profile = storage.load(chosen["profile"])
+        return hardware_of(profile), profile, 1
+    described = gpus.describe(chosen["hardware"], chosen["link"])
+    return described, storage.find(chosen["hardware"], chosen["link"]), 1
+
+
+def _times(hardware: Hardware, profile: Profile | None, chosen: Mapping[str, Any]) -> tuple[CollectiveTimes, str]:
+    links = Links.of(hardware)
+    measured = profile.section(chosen["setting"]).collectives if profile else {}
+    if profile and measured:
+        return MeasuredTimes(measured, hardware, links), f"the profile {profile.hardware} {profile.link}"
+    what = f"cluster {chosen['cluster']}" if chosen["cluster"] else hardware.name
+    return LinkTimes(links), f"the links of {what}"

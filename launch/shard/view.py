@@ -1,0 +1,157 @@
+"""What `dhelix shard` found, as data: JSON for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.launch.shard.job import Task
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
+from dhelix.passes.sharding.placement import Topology, group_sizes, place, spine_share
+from dhelix.passes.sharding.planner import Candidate, Planned
+from dhelix.passes.sharding.sharding_plan import ShardingPlan
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An order of nodes.
+
+    Attributes:
+      order: names of nodes in the order of the mesh.
+      shares: for each number of nodes of a group, the share of groups under more than one leaf switch: of the order in
+        the file, and of `order`.
+    """
+
+    order: tuple[str, ...]
+    shares: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """The result of one call of `dhelix shard`.
+
+    Attributes:
+      task: what was planned.
+      planned: the planner's result.
+      chosen: the shown candidate: the planner's, or that of `--factors`.
+      known: candidates of known strategies, by name.
+      placed: the placement, if a topology was given.
+    """
+
+    task: Task
+    planned: Planned
+    chosen: Candidate
+    known: dict[str, Candidate]
+    placed: Placed | None = None
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The section of a plan file."""
+        order = self.placed.order if self.placed else None
+        return ShardingPlan(self.chosen.factors, self.task.job.split, order)
+
+    def gain(self, candidate: Candidate) -> float | None:
+        """How many times as fast the chosen factors are; None if the candidate does not fit."""
+        if candidate.memory.total > self.planned.limit:
+            return None
+        return candidate.times.step / self.chosen.times.step
+
+    def to_json(self, alternatives: int) -> dict[str, Any]:
+        """Everything as JSON values. Times are in seconds, memory is in bytes, factors are [GPUs, nodes]."""
+        task, times = self.task, self.chosen.times
+        mesh, sizes, batch = task.mesh, task.job.sizes, task.job.batch
+        return {
+            "model": sizes.name,
+            "parameters": sizes.parameters,
+            "mesh": [mesh.gpus, mesh.nodes],
+            **_factors(self.chosen.factors),
+            "split": task.job.split,
+            "placement": list(self.placed.order) if self.placed else None,
+            "batch": {
+                "sequences": batch.sequences,
+                "seq": batch.length,
+                "microbatches": batch.microbatches,
+                "recompute": batch.recompute,
+            },
+            "objective": self.planned.objective,
+            "memory": {
+                "limit": _bytes(self.planned.limit),
+                "total": _bytes(self.chosen.memory.total),
+                **{name: _bytes(size) for name, size in self.chosen.memory.parts().items()},
+            },
+            "time": {
+                "step": _seconds(times.step),
+                "compute": _seconds(times.compute),
+                "update": _seconds(times.update),
+                "total": _seconds(times.total),
+                "exposed": _seconds(times.exposed),
+                "parts": [
+                    {"name": part.name, "total": _seconds(part.total), "exposed": _seconds(part.exposed)}
+                    for part in times.parts
+                ],
+            },
+            "times_from": task.source,
+            "guessed": round(times.guessed, 6),
+            "scaled": round(times.scaled, 6),
+            "gains": {name: self._gain(candidate) for name, candidate in self.known.items()},
+            "alternatives": [self._row(candidate) for candidate in self.others[:alternatives]],
+            "refused": [self._row(candidate) for candidate in self.planned.rejected[:alternatives]],
+        }
+
+    @property
+    def others(self) -> tuple[Candidate, ...]:
+        """All candidates that fit but the shown one, the fastest first."""
+        return tuple(each for each in self.planned.candidates if each != self.chosen)
+
+    def why(self, candidate: Candidate) -> str:
+        """Why a candidate was not chosen."""
+        if candidate == self.planned.best:
+            return "the planner's choice"
+        return self.planned.why(candidate)
+
+    def _gain(self, candidate: Candidate) -> float | None:
+        found = self.gain(candidate)
+        return None if found is None else round(found, 6)
+
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
+        times = candidate.times
+        return {
+            **_factors(candidate.factors),
+            "memory": _bytes(candidate.memory.total),
+            "step": _seconds(times.step),
+            "total": _seconds(times.total),
+            "exposed": _seconds(times.exposed),
+            "why": self.why(candidate),
+        }
+
+
+def factors_of(texts: list[str], mesh: Factor) -> Factors:
+    """The factors of `--factors P,G,OS`. Raises ShardingError if they are none, or do not divide each other."""
+    pairs = [text.lower().split("x") for text in texts]
+    if len(pairs) != 3 or any(len(p) != 2 or not all(n.isdecimal() for n in p) for p in pairs):
+        raise ShardingError(f"--factors {','.join(texts)}: give three factors as GPUsxNODES, such as 1x1,1x1,8x1")
+    return Factors(mesh, *(Factor(int(gpus), int(nodes)) for gpus, nodes in pairs))
+
+
+def placed_by(topology: Topology, factors: Factors) -> Placed:
+    """The placement for these factors. Raises ShardingError if the topology has too few nodes."""
+    names, needed = list(topology.leaves), factors.mesh.nodes
+    if len(names) < needed:
+        raise ShardingError(f"the topology has {len(names)} nodes, and {needed} are needed; add the others")
+    sizes = group_sizes(factors)
+    order = place(topology, sizes, names[:needed])
+    shares = ((size, *(spine_share(topology, o, size) for o in (tuple(names[:needed]), order))) for size in sizes)
+    return Placed(order, tuple(shares))
+
+
+def _factors(factors: Factors) -> dict[str, list[int]]:
+    states = zip(("p", "g", "os"), factors.states(), strict=True)
+    return {short: [factor.gpus, factor.nodes] for short, (_, factor) in states}
+
+
+def _seconds(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _bytes(value: float) -> int:
+    return round(value)
