@@ -16,6 +16,8 @@ from dhelix.launch.shown.figures import EXPOSED, GREY, INK
 from dhelix.passes.sharding.planner import Candidate
 
 _GB = 1e9
+_WIDTH = 2.5  # the chart ends at this multiple of the memory limit
+_LOGARITHMIC = 10.0  # largest over least exposed time from which the axis is logarithmic
 _KINDS = {
     "parameters on every GPU": figures.BETA,
     "parameters inside a node": figures.ALPHA,
@@ -79,13 +81,21 @@ def _draw(axis: Any, view: ShardView) -> None:
             _point(candidate),
             (5, 5),
             textcoords="offset points",
+            annotation_clip=True,
             fontweight="bold" if chosen else "normal",
             color=INK if chosen else GREY,
         )
     axis.scatter(*_point(view.chosen), s=70, facecolor="none", edgecolor=INK, lw=1.4)
-    axis.set_yscale("symlog", linthresh=max(view.chosen.times.exposed, 1e-6))
-    axis.set_ylim(bottom=0.0)
-    axis.set_xlabel("memory of a GPU, GB", color=GREY)
+    exposed = [candidate.times.exposed for candidate in found]
+    if min(exposed) > 0.0 and max(exposed) > _LOGARITHMIC * min(exposed):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0.0)
+    right = _WIDTH * view.planned.limit
+    beyond = sum(candidate.memory.total > right for candidate in found)
+    axis.set_xlim(0.0, min(right, 1.05 * max(candidate.memory.total for candidate in found)) / _GB)
+    more = f"; {beyond} factors need more than is shown" if beyond else ""
+    axis.set_xlabel(f"memory of a GPU, GB{more}", color=GREY)
     axis.set_ylabel("exposed communication of a step, seconds", color=GREY)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

@@ -139,8 +139,9 @@ def placed_by(topology: Topology, factors: Factors) -> Placed:
     if len(names) < needed:
         raise ShardingError(f"the topology has {len(names)} nodes, and {needed} are needed; add the others")
     sizes = group_sizes(factors)
-    order = place(topology, sizes, names[:needed])
-    shares = ((size, *(spine_share(topology, o, size) for o in (tuple(names[:needed]), order))) for size in sizes)
+    before = tuple(names[:needed])
+    order = place(topology, sizes, before)
+    shares = ((size, spine_share(topology, before, size), spine_share(topology, order, size)) for size in sizes)
     return Placed(order, tuple(shares))
 
 

@@ -1,0 +1,146 @@
+"""`dhelix shard`: JSON, tables, chart, plan file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.launch import cli
+from dhelix.launch.shard import chart
+from dhelix.launch.shard.command import view_of
+from dhelix.launch.shard.job import compute_of, model_sizes
+from dhelix.models.presets import PRESETS
+from dhelix.passes.plans import plan_files
+from dhelix.profiles.hardware import A800
+
+Shard = Callable[..., tuple[int, str, str]]
+
+PAPER = ("--model=llama-7b", "--cluster=amsp-a800")
+SMALL = ("--model=llama-7b", "--cluster=amsp-a800", "--nodes=4")
+
+
+@pytest.fixture
+def shard(capsys: pytest.CaptureFixture[str]) -> Shard:
+    """Runs `dhelix shard`; returns status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["shard", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return stopped.value.code or 0, captured.out, captured.err  # type: ignore[return-value]
+
+    return run
+
+
+def test_json_of_the_papers_cluster(shard: Shard) -> None:
+    status, text, _ = shard(*PAPER, "--nodes=128", "--gpus-per-node=8", "--json")
+    found = json.loads(text)
+    assert status == 0
+    assert found["mesh"] == [8, 128] and found["parameters"] == 6_738_415_616
+    assert found["p"] == [1, 1] and found["os"][0] * found["os"][1] > 1
+    memory, time = found["memory"], found["time"]
+    parts = {name: size for name, size in memory.items() if name not in ("limit", "total")}
+    assert sum(parts.values()) == pytest.approx(memory["total"], abs=10) and memory["total"] <= memory["limit"] == 80e9
+    assert sum(part["exposed"] for part in time["parts"]) == pytest.approx(time["exposed"], rel=1e-4)
+    assert time["compute"] + time["update"] + time["exposed"] == pytest.approx(time["step"], rel=1e-4)
+    assert found["guessed"] == 1.0 and found["gains"]["ZeRO-3"] > 1
+    assert len(found["alternatives"]) == 8 and all(row["why"] for row in found["alternatives"] + found["refused"])
+    assert shard(*PAPER, "--nodes=128", "--gpus_per_node=8", "--json")[1] == text
+
+
+def test_the_objective_of_the_paper_counts_what_is_hidden(shard: Shard) -> None:
+    totals = {}
+    for objective in ("exposed", "total"):
+        totals[objective] = json.loads(shard(*PAPER, f"--objective={objective}", "--json")[1])["time"]
+    assert totals["total"]["total"] < totals["exposed"]["total"]
+    assert totals["exposed"]["step"] <= totals["total"]["step"]
+
+
+def test_tables(shard: Shard) -> None:
+    status, text, _ = shard(*SMALL, "--factors=1x1,1x1,8x1")
+    assert status == 0
+    for words in (
+        "llama-7b on 8x4 GPUs: parameters 1x1, gradients 1x1, optimizer 8x1", "x as fast as ZeRO-1", "100% guessed",
+        "activations", "all-reduce", "broadcast", "ZeRO-3", "factors fit",
+    ):  # fmt: skip
+        assert words in " ".join(text.split())
+
+
+def test_times_of_a_profile(shard: Shard) -> None:
+    found = json.loads(shard("--model=llama-demo", "--hardware=H100", "--nodes=1", "--gpus_per_node=2", "--json")[1])
+    assert found["guessed"] == 0.0 and "profile H100 nvlink" in found["times_from"]
+    status, _, error = shard("--model=llama-8b", "--hardware=H100", "--nodes=2", "--strict")
+    assert status == 1 and "--strict" in error and "the mesh 8x2" in error
+
+
+def test_files(shard: Shard, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    topology = tmp_path / "topology.json"
+    topology.write_text(json.dumps({"nodes": [{"name": f"n{n}", "leaf": "AB"[n % 2]} for n in range(4)]}))
+    names = [tmp_path / name for name in ("plan.json", "chart.svg", "found.json")]
+    arguments = (*SMALL, "--factors=8x1,8x1,8x2", f"--topology={topology}", f"--out={names[0]}", f"--chart={names[1]}")
+    status, text, _ = shard(*arguments, "--json", names[2])
+    assert status == 0 and all(f"wrote {name}" in text for name in names)
+    assert "under several leaf switches: 0%; in the file's order 100%" in text
+    section = plan_files.load(names[0]).sharding
+    assert section and section.placement == ("n0", "n2", "n1", "n3") and str(section.factors.optimizer) == "8x2"
+    assert json.loads(names[2].read_text())["placement"] == ["n0", "n2", "n1", "n3"]
+    before = names[1].read_bytes()
+    shard(*arguments)
+    assert names[1].read_bytes() == before
+
+
+def test_every_candidate_is_in_the_chart() -> None:
+    view = view_of(flag_values(*SMALL))
+    kinds = [chart.kind(c) for c in (*view.planned.candidates, *view.planned.rejected)]
+    assert len(set(kinds)) == 3
+    assert chart.labels(view)[-1][1] is view.chosen
+
+
+def flag_values(*arguments: str) -> dict[str, Any]:
+    from absl import flags
+
+    from dhelix.launch.shard.flags import define_flags
+
+    values = flags.FlagValues()
+    define_flags(values)
+    values(["dhelix", *arguments])
+    return values.flag_values_dict()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ((), "which model?"),
+        (("--model=llama-7", "--nodes=1"), "llama-7b"),
+        (("--model=llama-7b", "--cluster=a800"), "amsp-a800"),
+        ((*SMALL, "--factors=3x1,8x1,8x1"), "the factor of parameters is 3x1, and does not divide"),
+        ((*SMALL, "--factors=1x1,8x1"), "give three factors as GPUsxNODES"),
+        ((*SMALL, "--factors=1x1,1x1,1x1"), "needs 47.6 GB more than there are"),
+        ((*SMALL, "--memory=20"), "with recomputation it needs"),
+        ((*SMALL, "--topology=none.json"), "none.json: cannot be read"),
+        ((*SMALL, "--chart=shard.pdf"), "charts are .png or .svg files"),
+        ((*SMALL, "--profile=x.json"), "exclude each other"),
+        ((*SMALL, "more"), "'more' is not a flag"),
+    ],
+)
+def test_bad_input_is_one_line(shard: Shard, arguments: tuple[str, ...], said: str) -> None:
+    status, out, error = shard(*arguments)
+    assert status and not out and said in error
+    assert len([line for line in error.splitlines() if line.startswith("dhelix shard: ")]) == 1
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_sizes_of_every_preset(name: str) -> None:
+    config = PRESETS[name]
+    sizes = model_sizes(name, config, config.seq)
+    assert sizes.parameters == config.parameter_count
+    assert all(module.parameters > 0 for module in sizes.modules)
+    assert 3 * sizes.flops == pytest.approx(config.flops_per_token(config.seq), rel=0.01)
+    flops = compute_of(A800, sizes).flops
+    assert 0.4 * A800.peak_flops < flops < A800.peak_flops
+    assert compute_of(A800, sizes, 0.5).flops == 0.5 * A800.peak_flops
