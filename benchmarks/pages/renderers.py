@@ -25,6 +25,7 @@ from dhelix.benchmarks.pipeline import tables as pipeline_tables
 from dhelix.benchmarks.prediction import held_out as held_out_study
 from dhelix.benchmarks.prediction import predictions as prediction_study
 from dhelix.benchmarks.programs import policy_and_reference as policy_study
+from dhelix.benchmarks.sharding import run as sharding_study
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.benchmarks.strands import tables as strand_tables
 
@@ -102,6 +103,11 @@ def policy_and_reference(paths: Sequence[Path]) -> str:
     """Predicted steps of a policy with and without a reference model, a table for each file."""
     tables = [policy_study.table([policy_study.Row(**r) for r in _load(path)]) for path in paths]
     return "\n\n".join(f"**{path.stem}**\n\n{text}" for path, text in zip(paths, tables, strict=True))
+
+
+def sharding(paths: Sequence[Path]) -> str:
+    """The numbers of AMSP beside the planner's."""
+    return "\n\n".join(sharding_study.markdown(_load(path)) for path in paths)
 
 
 def records(paths: Sequence[Path]) -> str:

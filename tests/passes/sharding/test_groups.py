@@ -10,7 +10,7 @@ from dhelix.passes.sharding.factors import Factor, ShardingError, admissible
 from dhelix.passes.sharding.groups import ParameterGroup, held, solve
 from dhelix.passes.sharding.planner import TIE, evaluate
 from dhelix.passes.sharding.sizes import FROZEN, MIXED, Batch
-from tests.passes.sharding.models import LLAMA_7B, TIMES, job, llama
+from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, job, llama
 
 GROUPS = [
     ParameterGroup("layers", job(LLAMA_7B, Batch(microbatches=4)), Factor(4, 4)),

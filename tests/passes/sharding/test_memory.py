@@ -6,7 +6,7 @@ import pytest
 
 from dhelix.passes.sharding.memory import activation_bytes, memory
 from dhelix.passes.sharding.sizes import MIXED, SINGLE, Batch
-from tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, factors, llama
+from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, factors, llama
 
 PHI = LLAMA_7B.parameters
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dhelix.passes.sharding.collective_times import ALL_GATHER
 from dhelix.passes.sharding.factors import Factor, ShardingError
 from dhelix.passes.sharding.placement import Topology, group_sizes, place, spine_bytes, spine_share
-from tests.passes.sharding.models import factors
+from dhelix.tests.passes.sharding.models import factors
 
 
 def topology(*leaves: str) -> Topology:

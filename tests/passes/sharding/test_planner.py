@@ -9,7 +9,7 @@ import pytest
 from dhelix.passes.sharding.factors import Factor, ShardingError, admissible
 from dhelix.passes.sharding.planner import OBJECTIVES, TIE, baselines, evaluate, plan
 from dhelix.passes.sharding.sizes import Batch
-from tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, TIMES, job
+from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, TIMES, job
 
 MESH = Factor(8, 4)
 LIMIT = 80e9

@@ -12,7 +12,7 @@ from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admis
 from dhelix.passes.sharding.overlap import DEEPSPEED, NOTHING, Overlap
 from dhelix.passes.sharding.sizes import FROZEN, Batch
 from dhelix.passes.sharding.step_times import PARTS, Job, StepTimes
-from tests.passes.sharding.models import LLAMA_7B, TIMES, factors, job
+from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, factors, job
 
 MESH = (8, 4)
 PHI = LLAMA_7B.parameters
