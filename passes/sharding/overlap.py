@@ -8,8 +8,10 @@
     broadcast                    the next step's forward, in its order
 
 Two things that run at once proceed at their rates (`profiles/estimates/contention.py`). "Exposed" is how much longer
-the step becomes, so it includes how much a hidden collective slows compute. The paper has no such slow-down. The
-default rates are those that `profiles/hardware.py` has between nodes. `Overlap.on` takes a GPU's own rates.
+the step becomes, so it includes how much a hidden collective slows compute. The paper has no such slow-down. While
+gathers and reduce-scatters use the links between nodes, an all-reduce or a broadcast between nodes waits, and the same
+holds inside nodes. The default rates are those that `profiles/hardware.py` has between nodes. `Overlap.on` takes a
+GPU's own rates.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ def _next_modules(stretch: Stretch, gathers: Sequence[float], rates: Rates) -> f
     return sum(longer(time, one, rates) for time, one in zip(after, gathers, strict=True))
 
 
-def all_reduce(backward: float, buckets: int, one: float, overlap: Overlap, across: bool) -> float:
+def all_reduce(backward: float, buckets: int, one: float, overlap: Overlap, across: bool, busy: float = 0.0) -> float:
     """Exposed seconds of the all-reduces of one micro-batch.
 
     The first bucket is full after its share of backward, and the last one only when backward ends.
@@ -155,21 +157,24 @@ def all_reduce(backward: float, buckets: int, one: float, overlap: Overlap, acro
     Args:
       backward: compute time of the micro-batch's backward.
       buckets: number of buckets; `one` is the time of one.
+      busy: seconds for which other collectives use the same links meanwhile.
     """
     if not overlap.all_reduce or buckets < 2:
         return buckets * one
-    window = backward * (1.0 - 1.0 / buckets)
+    window = max(backward * (1.0 - 1.0 / buckets) - busy, 0.0)
     return longer(window, (buckets - 1) * one, overlap.rates(across)) + one
 
 
-def broadcast(forward: float, first: float, seconds: float, overlap: Overlap, across: bool) -> float:
+def broadcast(forward: float, first: float, seconds: float, overlap: Overlap, across: bool, busy: float = 0.0) -> float:
     """Exposed seconds of the broadcast of updated parameters.
 
     Args:
       forward: compute time of the next step's first forward.
       first: share of the parameters that this forward needs at once: the embedding and the first layer.
       seconds: time of the broadcast alone.
+      busy: seconds for which gathers use the same links meanwhile.
     """
     if not overlap.broadcast:
         return seconds
-    return first * seconds + longer(forward, (1.0 - first) * seconds, overlap.rates(across))
+    window = max(forward - busy, 0.0)
+    return first * seconds + longer(window, (1.0 - first) * seconds, overlap.rates(across))

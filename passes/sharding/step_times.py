@@ -166,7 +166,10 @@ class StepTimes:
     def of(cls, job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap | None = None) -> StepTimes:
         """The times of a step of `job` under `factors`."""
         step = _Step(job, factors, times, overlap or Overlap())
-        parts = (*step.parameters(), step.all_reduce(), step.broadcast(), step.accumulation())
+        gathers = step.parameters()
+        forward, *backward = (part.total / job.batch.microbatches for part in gathers)
+        busy = sum(backward) if step.overlap.gather else 0.0  # else they run while nothing computes
+        parts = (*gathers, step.all_reduce(busy), step.broadcast(forward), step.accumulation(busy))
         compute = job.batch.microbatches * (job.forward + job.backward)
         return cls(parts, compute, job.update_seconds(factors), step.basis)
 
@@ -224,23 +227,36 @@ class _Step:
         number = max(math.ceil(gradients / self.job.bucket), 1)
         return number, self._read(ALL_REDUCE, gradients / number, group, count * number)
 
-    def _reduction(self, name: str, group: Factor, count: int) -> Part:
+    def _reduction(self, name: str, group: Factor, count: int, busy: float) -> Part:
         """All-reduces over `group` that `count` micro-batches run under their backward."""
         number, one = self._buckets(group, count)
-        exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1)
+        beside = self._same_links(group, busy)
+        exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1, beside)
         return Part(name, count * number * one, count * exposed)
 
-    def all_reduce(self) -> Part:
-        """T_os0: gradients of the last micro-batch, over all copies of the parameters."""
-        return self._reduction("all-reduce", self.factors.mesh / self.factors.parameters, 1)
+    def _same_links(self, group: Factor, busy: float) -> float:
+        """`busy`, the seconds of gathers or reduce-scatters, if they use the links of `group`, and else 0."""
+        return busy if (self.factors.parameters.nodes > 1) == (group.nodes > 1) else 0.0
 
-    def accumulation(self) -> Part:
+    def all_reduce(self, busy: float) -> Part:
+        """T_os0: gradients of the last micro-batch, over all copies of the parameters.
+
+        Args:
+          busy: seconds of the gathers and reduce-scatters of a micro-batch's backward.
+        """
+        return self._reduction("all-reduce", self.factors.mesh / self.factors.parameters, 1, busy)
+
+    def accumulation(self, busy: float) -> Part:
         """T_g: gradients of the other micro-batches, where gradients are sharded more than parameters."""
         group = self.factors.gradients / self.factors.parameters
-        return self._reduction("accumulation", group, self.job.batch.microbatches - 1)
+        return self._reduction("accumulation", group, self.job.batch.microbatches - 1, busy)
 
-    def broadcast(self) -> Part:
-        """T_os1: updated parameters, from the devices that updated them."""
+    def broadcast(self, busy: float) -> Part:
+        """T_os1: updated parameters, from the devices that updated them.
+
+        Args:
+          busy: seconds of the gathers of a micro-batch's forward.
+        """
         job, factors = self.job, self.factors
         group = factors.optimizer / factors.parameters
         if group.size == 1 or not job.kept.optimizer:
@@ -252,4 +268,6 @@ class _Step:
             seconds = self._read(BROADCAST, moved / group.size, group, together=group.size)
         sizes = job.sizes
         first = (sizes.layer_parameters + (sizes.outside[0].parameters if sizes.outside else 0)) / sizes.parameters
-        return Part("broadcast", seconds, hiding.broadcast(job.forward, first, seconds, self.overlap, group.nodes > 1))
+        beside = self._same_links(group, busy) if self.overlap.gather else 0.0
+        exposed = hiding.broadcast(job.forward, first, seconds, self.overlap, group.nodes > 1, beside)
+        return Part("broadcast", seconds, exposed)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dhelix.passes.sharding import overlap as hiding
 from dhelix.passes.sharding.collective_times import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.overlap import DEEPSPEED, NOTHING, Overlap
@@ -90,6 +91,16 @@ def test_a_collective_that_compute_covers_leaves_its_ends_alone() -> None:
     assert exposed["all-reduce"] == pytest.approx(parts(ours)["all-reduce"] / buckets)  # the last bucket
     first = (LLAMA_7B.layer_parameters + LLAMA_7B.outside[0].parameters) / PHI
     assert exposed["broadcast"] == pytest.approx(first * parts(ours)["broadcast"])
+
+
+def test_collectives_over_the_same_links_wait_for_each_other() -> None:
+    assert overlapped(1.0, 0.0) == pytest.approx(0.1)  # the last of ten buckets, where compute covers the others
+    assert overlapped(1.0, 0.5) == pytest.approx(0.1 + 0.5)
+    assert hiding.broadcast(1.0, 0.1, 1.0, replace(Overlap(), **FREE), True, busy=0.6) == pytest.approx(0.1 + 0.5)
+
+
+def overlapped(backward: float, busy: float) -> float:
+    return hiding.all_reduce(backward, 10, 0.1, replace(Overlap(), **FREE), True, busy)
 
 
 def test_hidden_collectives_slow_compute() -> None:
