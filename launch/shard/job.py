@@ -140,6 +140,8 @@ def _times(hardware: Hardware, profile: Profile | None, chosen: Mapping[str, Any
     links = Links.of(hardware)
     measured = profile.section(chosen["setting"]).collectives if profile else {}
     if profile and measured:
-        return MeasuredTimes(measured, hardware, links), f"the profile {profile.hardware} {profile.link}"
+        return MeasuredTimes(
+            measured, hardware, links
+        ), f"the profile {profile.hardware} {profile.link} and the GPU's links"
     what = f"cluster {chosen['cluster']}" if chosen["cluster"] else hardware.name
     return LinkTimes(links), f"the links of {what}"

@@ -23,6 +23,7 @@ from dhelix.passes.sharding.collective_times import CollectiveTimes
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.memory import Memory
 from dhelix.passes.sharding.overlap import Overlap
+from dhelix.passes.sharding.sizes import Batch
 from dhelix.passes.sharding.step_times import Job, StepTimes
 
 TIE = 0.02
@@ -153,26 +154,26 @@ def _key(factors: Factors) -> tuple[Factor, ...]:
 
 def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
     """One line: how much the candidate with the least memory misses, and what would fit."""
-    missing = f"{least.factors} needs {_gb(least.memory.total)}, {_gb(least.memory.total - limit)} too much"
-    batch = job.batch
-    ways = {"recomputation": {"recompute": True}, "1 sequence in a micro-batch": {"sequences": 1}}
-    ways["both"] = ways["recomputation"] | ways["1 sequence in a micro-batch"]
-    fitting = {}
-    for words, changes in ways.items():
-        other = replace(batch, **changes)
-        needed = memories.memory(job.sizes, least.factors, job.kept, other, job.bucket).total
-        if needed <= limit and other != batch:
-            fitting[words] = f"with {words} it needs {_gb(needed)}"
-    if fitting:
-        if len(fitting) > 1:
-            fitting.pop("both", None)
-        return f"nothing fits into {_gb(limit)}: {missing}; {', or '.join(fitting.values())}"
-    sharded = least.memory.states
-    rest = least.memory.total - sharded
+    needed = least.memory.total
+    found = f"nothing fits into {_gb(limit)}: {least.factors} needs {_gb(needed)}, {_gb(needed - limit)} too much"
+    changes = {"recomputation": {"recompute": True}, "1 sequence in a micro-batch": {"sequences": 1}}
+    ways = {words: replace(job.batch, **change) for words, change in changes.items()}
+    ways = {words: batch for words, batch in ways.items() if batch != job.batch}
+
+    def memory(batch: Batch) -> Memory:
+        return memories.memory(job.sizes, least.factors, job.kept, batch, job.bucket)
+
+    totals = {words: memory(batch).total for words, batch in ways.items()}
+    if fitting := [f"with {words} it needs {_gb(size)}" for words, size in totals.items() if size <= limit]:
+        return f"{found}; {', or '.join(fitting)}"
+    lightest = memory(replace(job.batch, recompute=True, sequences=1))
+    rest = lightest.total - lightest.states
+    with_all = f"with {' and '.join(ways)} " if ways else ""
+    if lightest.total <= limit:
+        return f"{found}; {with_all}it needs {_gb(lightest.total)}"
     if rest < limit:
-        more = sharded / (limit - rest)
-        return f"nothing fits into {_gb(limit)}: {missing}; {more:.2g} times as many GPUs hold the model states"
-    return f"nothing fits into {_gb(limit)}: {missing}; use shorter sequences, or GPUs with more memory"
+        return f"{found}; {with_all}it needs {lightest.states / (limit - rest):.2g} times as many GPUs"
+    return f"{found}; use shorter sequences, or GPUs with more memory"
 
 
 def _gb(size: float) -> str:

@@ -89,5 +89,5 @@ def test_commands_run(tmp_path: Path) -> None:
         )
         said = done.stdout + done.stderr
         assert done.returncode == 0 and "Traceback" not in said, f"{line}\n{said[-2000:]}"
-    for written in "fold.svg pairs.png plan.json plan.png timeline.png".split():
+    for written in "fold.svg pairs.png plan.json plan.png shard.svg timeline.png".split():
         assert (tmp_path / written).stat().st_size
