@@ -13,7 +13,7 @@ published number, by bisection in turn until nothing changes:
     bytes of a bucket, U             not printed; 128 MB, since 124 to 140 MB meet table V and VI-D1 best
 
 Both strategies ran in DeepSpeed. They are modelled with nothing hidden: with the reduce-scatter alone exposed, the fit
-of the node's bandwidth gives less than half of what any NVLink reaches. DeepSpeed gathers tensor by tensor, so that
+of the node's bandwidth gives a third of what `hardware.py` has. DeepSpeed gathers tensor by tensor, so that
 ZeRO-3 has nine gathers in a layer. The remaining constants are the defaults of the planner: 3 us inside a node, trees
 for all-reduces between nodes, rates 0.9 and 0.95 while compute and a collective run at once.
 """
