@@ -1,7 +1,7 @@
 """The paper's cluster as numbers: four of them fitted to published ZeRO-1 and ZeRO-3 values, one to table V.
 
     cluster = fit()
-    cluster.step(MODELS["llama-7b"], factors, microbatches=1).step      # seconds
+    cluster.times(cluster.job(MODELS["llama-7b"], microbatches=1), factors, Overlap()).step      # seconds
 
 AMSP measured its collectives and printed them in figure 3 alone. So bandwidths and a latency are fitted, each to one
 published number, by bisection in turn until nothing changes:

@@ -57,18 +57,18 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
       DhelixError: nothing fits, factors do not divide each other, or `--strict` and a time was not measured.
     """
     task = task_of(chosen)
-    planned = plan(task.job, task.mesh, task.times, task.limit, objective=chosen["objective"])
+    planned = plan(task.job, task.mesh, task.times, task.limit, task.overlap, objective=chosen["objective"])
     shown = planned.best
     if chosen["factors"]:
         factors = factors_of(chosen["factors"], task.mesh)
-        shown = evaluate(task.job, factors, task.times)
+        shown = evaluate(task.job, factors, task.times, task.overlap)
         if shown.memory.total > task.limit:
             raise DhelixError(
                 f"--factors: {factors} {planned.why(shown)}; the planner's choice: {planned.best.factors}"
             )
     if chosen["strict"]:
         _check_measured(task, shown.times.guessed, shown.times.scaled)
-    known = baselines(task.job, task.mesh, task.times)
+    known = baselines(task.job, task.mesh, task.times, task.overlap)
     placed = placed_by(Topology.load(chosen["topology"]), shown.factors) if chosen["topology"] else None
     return ShardView(task, planned, shown, known, placed)
 

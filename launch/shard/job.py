@@ -16,6 +16,7 @@ from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.presets import PRESETS
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
 from dhelix.passes.sharding.factors import Factor
+from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, ModelSizes, Module
 from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles import hardware as gpus
@@ -40,6 +41,7 @@ class Task:
       setting: launch setting of the profile's times.
       times: how long collectives take.
       source: where these times come from, in words.
+      overlap: what is hidden, with the rates of the GPU; with the planner's for a cluster of a paper.
       limit: bytes of memory of a GPU.
     """
 
@@ -50,6 +52,7 @@ class Task:
     setting: str
     times: CollectiveTimes
     source: str
+    overlap: Overlap
     limit: float
 
 
@@ -82,7 +85,8 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     times, source = _times(hardware, profile, chosen)
     limit = _GB * chosen["memory"] if chosen["memory"] else hardware.memory_bytes
     link = profile.link if profile else chosen["link"]
-    return Task(job, mesh, hardware, link, chosen["setting"], times, source, limit)
+    overlap = Overlap() if chosen["cluster"] else Overlap().on(hardware)
+    return Task(job, mesh, hardware, link, chosen["setting"], times, source, overlap, limit)
 
 
 def model_sizes(name: str, config: DecoderConfig, seq: int) -> ModelSizes:

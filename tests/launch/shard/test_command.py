@@ -15,7 +15,8 @@ from dhelix.launch.shard.command import view_of
 from dhelix.launch.shard.job import compute_of, model_sizes
 from dhelix.models.presets import PRESETS
 from dhelix.passes.plans import plan_files
-from dhelix.profiles.hardware import A800
+from dhelix.passes.sharding.overlap import Overlap
+from dhelix.profiles.hardware import A800, H200
 
 Shard = Callable[..., tuple[int, str, str]]
 
@@ -99,6 +100,14 @@ def test_every_candidate_is_in_the_chart() -> None:
     kinds = [chart.kind(c) for c in (*view.planned.candidates, *view.planned.rejected)]
     assert len(set(kinds)) == 3
     assert chart.labels(view)[-1][1] is view.chosen
+
+
+def test_hidden_collectives_slow_a_gpu_as_its_description_says() -> None:
+    of_cluster, of_gpu = (
+        view_of(flag_values(*flags)).task for flags in (SMALL, ("--model=llama-7b", "--hardware=H200"))
+    )
+    assert of_cluster.overlap == Overlap()
+    assert of_gpu.overlap.within == H200.rates(False) and of_gpu.overlap.between == H200.rates(True)
 
 
 def flag_values(*arguments: str) -> dict[str, Any]:
