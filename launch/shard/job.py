@@ -7,6 +7,7 @@ from its description: matrix products and attention reach parts of its peak. `--
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,9 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     Raises:
       DhelixError: the model is missing, or a file cannot be read.
     """
+    for name, value in chosen.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DhelixError(f"--{name} {value}: give a finite number")
     if not chosen["model"]:
         raise DhelixError("which model? give --model NAME; `dhelix shard --help` lists the names")
     config = PRESETS[chosen["model"]]

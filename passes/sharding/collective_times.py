@@ -97,10 +97,9 @@ class Links:
             raise ShardingError("bandwidths are above 0")
 
     @classmethod
-    def of(cls, hardware: Hardware, gpus_per_node: int = 0) -> Links:
+    def of(cls, hardware: Hardware) -> Links:
         """The links of a GPU's description. `inter_bandwidth` is that of one GPU, so a node has that of all."""
-        node = gpus_per_node or hardware.gpus_per_node
-        return cls(hardware.intra_bandwidth, hardware.inter_bandwidth * node)
+        return cls(hardware.intra_bandwidth, hardware.inter_bandwidth * hardware.gpus_per_node)
 
 
 class LinkTimes:

@@ -134,6 +134,7 @@ def flag_values(*arguments: str) -> dict[str, Any]:
         ((*SMALL, "--topology=none.json"), "none.json: cannot be read"),
         ((*SMALL, "--chart=shard.pdf"), "charts are .png or .svg files"),
         ((*SMALL, "--profile=x.json"), "exclude each other"),
+        ((*SMALL, "--memory=nan"), "--memory nan: give a finite number"),
         ((*SMALL, "more"), "'more' is not a flag"),
     ],
 )
