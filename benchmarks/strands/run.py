@@ -31,6 +31,7 @@ from dhelix.benchmarks.strands.variants import ESSENTIAL, GPU, SCHEDULES, SETTIN
 from dhelix.errors import DhelixError
 from dhelix.models.common.context_parallel import Exchange
 from dhelix.models.train_step import Sharding
+from dhelix.passes.sharding.factors import STRATEGIES
 from dhelix.runtime.compiler import deviceless
 
 _WORKER = Path(__file__).parent / "worker.py"
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", default="ring", choices=get_args(Exchange), help="how keys and values travel")
     made.add_argument("--ep", type=int, default=0, help="expert parallelism, for a preset with experts")
     made.add_argument("--capacity", type=float, default=0.0, help="capacity factor of experts; 0: the preset's")
+    made.add_argument("--states", choices=STRATEGIES, help="how model states are sharded over --dp (default: not)")
     made.add_argument("--sharding", default="shard_map", choices=get_args(Sharding), help="who makes collectives")
     shards = "a GPU has as much of heads, FFN and vocabulary as with so many GPUs; 0: as with --tp"
     made.add_argument("--shards", type=int, default=0, help=shards)
@@ -156,6 +158,7 @@ def _file_name(arguments: argparse.Namespace) -> str:
     shards = f"of{arguments.shards}" if arguments.shards else ""
     parts = [arguments.preset, f"l{arguments.layers}", f"s{arguments.seq}", f"tp{arguments.tp}{shards}"]
     parts += [f"dp{arguments.dp}"] * (arguments.dp > 1) + [arguments.sharding] * (arguments.sharding != "shard_map")
+    parts += [arguments.states] * bool(arguments.states)
     parts += [f"ep{arguments.ep}", f"c{arguments.capacity:g}"] if arguments.ep else []
     parts += [f"cp{arguments.cp}", arguments.context] if arguments.cp > 1 else []
     parts += [f"m{arguments.microbatches}", f"v{arguments.vocab}", arguments.settings[0]]

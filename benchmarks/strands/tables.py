@@ -61,6 +61,7 @@ def _head(run: Run, link: str) -> str:
     shards = f" with the shards of TP {w['shards']}" if w.get("shards") else ""
     shards += f", DP {w['dp']}" if w.get("dp", 1) > 1 else ""
     shards += f", sharding {w['sharding']}" if w.get("sharding") else ""
+    shards += f", states {w['states']}" if w.get("states") else ""
     shards += f", EP {w['ep']}, capacity factor {w['capacity']:g}" if w.get("ep") else ""
     shards += f", CP {w['cp']} ({w['context']})" if w.get("cp") else ""
     return (

@@ -26,6 +26,7 @@ from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
+from dhelix.passes.sharding.states.parameter_gathering import ParameterGathering
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs
@@ -235,6 +236,9 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, no communication", "strands", communication=False),
     *(Variant(f"strands, dp, skewed {k}", f"skewed {k}", "dp") for k in _SKEWS),
     Variant("strands, dp, reduced by layer", "strands", "dp", reduced=True),
+    Variant("strands, dp, gathered at once", "gathered at once", "dp", reduced=True),
+    Variant("plain, by layer", "by layer", reduced=True),
+    Variant("plain, intra_batch, by layer", "by layer", "intra_batch", reduced=True),
     Variant("plain, intra_batch, partitioned", order="intra_batch", partitioned=True),
     Variant("strands, dp, partitioned", "strands", "dp", partitioned=True),
     *(Variant(f"strands, dp, skewed {k}, partitioned", f"skewed {k}", "dp", partitioned=True) for k in _SKEWS),
@@ -291,6 +295,8 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
     "slices together": _less("slice-separation"),
+    "by layer": (ParameterGathering(),),
+    "gathered at once": _less("parameter-gathering"),
     **{pairing: _paired(pairing) for pairing in PAIRINGS if pairing != "forward-backward"},
 }
 _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {

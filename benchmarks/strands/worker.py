@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import optax
 
-from dhelix import strand_interleave
+from dhelix import shard_state, state_shardings, strand_interleave
 from dhelix.benchmarks.collectives.gpu_clocks import Clocks
 from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
@@ -47,6 +47,7 @@ from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.traces import trace
+from dhelix.runtime.sharding.sharded_program import sharded_program
 
 
 @dataclass
@@ -142,17 +143,19 @@ class Worker:
         options = dict(variant.options)
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
-        example = self.training.abstract_state(), self.training.abstract_batch(rows(self.options))
+        example = self.abstract_state(), self.training.abstract_batch(rows(self.options))
         if variant.as_used:
             return self.build_by_decorator(variant, options, example)
         passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
         if not passes:
             lowered = jax.jit(self.training.train_step, donate_argnums=0).lower(*example)
+            if self.options.states:
+                lowered, _ = sharded_program(lowered, self.options.states)
             if variant.guided:
                 options["xla_gpu_pgle_profile_file_or_directory_path"] = self.guide(self.xla(lowered, {}))
             return self.xla(lowered, options), {}, 0.0
         key = repr(replace(variant, name="", options={}))
-        new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
+        new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0, **self.states)
         step = self.steps.setdefault(key, new)  # variants with the same passes share a step and its report
         return self.compile_step(step, options, example)
 
@@ -164,8 +167,25 @@ class Worker:
         step = strand_interleave(
             self.training.train_step, schedule=order, profile=self.setting.costs().profile,
             collective_matmul=variant.collective_matmul, strict=True, donate_argnums=0, compiler_options=options,
+            **self.states,
         )  # fmt: skip
         return self.compile_step(step, options, example)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The decorator's option for sharded states, if they are."""
+        return {"sharding": self.options.states} if self.options.states else {}
+
+    def abstract_state(self) -> Any:
+        state = self.training.abstract_state()
+        if not self.options.states:
+            return state
+        placed = state_shardings(state, self.options.states)
+        return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, placed)
+
+    def initial_state(self, training: Training) -> Any:
+        state = training.init(jax.random.key(0))
+        return shard_state(state, self.options.states) if self.options.states else state
 
     def compile_step(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
         compiled = self.xla(step.lower(*example), options)
@@ -197,7 +217,7 @@ class Worker:
                 continue
             try:
                 training = self.training_of(program.variant)
-                state = training.init(jax.random.key(0))
+                state = self.initial_state(training)
                 for batch in self.batches(training, max(self.options.check_steps, 1)):
                     state, metrics = program.compiled(state, batch)
                     program.result.losses.append(float(metrics["loss"]))
@@ -219,7 +239,7 @@ class Worker:
                 for program in self.programs:
                     if self.training_of(program.variant) is not training:
                         training, state = self.training_of(program.variant), None  # frees the old state first
-                        state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
+                        state, batches = self.initial_state(training), self.batches(training, self.options.steps)
                         jax.block_until_ready((state, batches))  # keeps their time out of the first step
                     for batch in batches:
                         state = timed(program, clocks, state, batch)
@@ -239,7 +259,7 @@ class Worker:
                 continue
             try:
                 module, training = compiled_module(program.compiled), self.training_of(program.variant)
-                state = jax.block_until_ready(training.init(jax.random.key(0)))
+                state = jax.block_until_ready(self.initial_state(training))
                 add_trace(program.result, traced(program.compiled, state, self.batches(training, 1)[0], module))
                 program.result.predicted_ms = self.predict(module)
             except Exception as error:
@@ -333,6 +353,7 @@ def describe(options: Namespace, training: Training) -> Run:
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
     names += ("dp", "sharding") if options.dp > 1 or options.sharding != "shard_map" else ()
+    names += ("states",) if options.states else ()
     names += ("ep",) if options.ep else ()
     names += ("cp", "context") if options.cp > 1 else ()
     capacity = {"capacity": training.config.capacity_factor} if isinstance(training.config, MoeConfig) else {}

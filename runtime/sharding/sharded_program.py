@@ -12,7 +12,7 @@ from dhelix.passes.framework.report import StageReport
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.constraints import mesh_axes, meshes
 from dhelix.passes.sharding.factors import ShardingError
-from dhelix.passes.sharding.state_sharding import StateSharding
+from dhelix.passes.sharding.states.state_sharding import StateSharding
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, sharding_plan
 

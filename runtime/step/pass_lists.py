@@ -36,7 +36,7 @@ from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
-from dhelix.passes.sharding.parameter_gathering import ParameterGathering
+from dhelix.passes.sharding.states.parameter_gathering import ParameterGathering
 from dhelix.passes.strands.activation_sharing import ActivationSharing
 from dhelix.passes.strands.constant_sinking import ConstantSinking
 from dhelix.passes.strands.gradients.gradient_accumulation import GradientAccumulation

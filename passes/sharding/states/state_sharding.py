@@ -39,8 +39,8 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
 from dhelix.passes.hlo.manual_computation import inline_all
-from dhelix.passes.sharding.manual_states import enter_split, leave_split
-from dhelix.passes.sharding.narrow_reads import narrow
+from dhelix.passes.sharding.states.manual_states import enter_split, leave_split
+from dhelix.passes.sharding.states.narrow_reads import narrow
 
 _ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp compare convert copy cosine divide exponential exponential-minus-one floor "
