@@ -11,7 +11,7 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder, attributes
-from dhelix.passes.hlo.edit import copy_computation, copy_instructions
+from dhelix.passes.hlo.edit import copy_computation, copy_instructions, replace_all_uses
 from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Computation, Instruction
 
@@ -230,6 +230,25 @@ def split(loop: Instruction, at: int, names: tuple[str, str]) -> tuple[Instructi
     loop.computation.instructions = [i for i in loop.computation.instructions if i is not loop]
     loop.computation.sort()
     return first, second
+
+
+def inline_single_trip(loop: Instruction) -> None:
+    """Replaces a loop that runs exactly once by the instructions of its body.
+
+    Raises PassRefusal if the loop is not proved to run once.
+    """
+    whole = WhileLoop(loop)
+    if whole.trip_count != 1:
+        raise PassRefusal("the loop is not proved to run once", loop)
+    builder, start = Builder(loop.computation), _elements(loop.operands[0])
+    reads = {read: start[k] for read, k in whole.reads.items()}
+    copies: Copies = {whole.body.parameters[0]: loop.operands[0], **reads}
+    copy_instructions(builder, [i for i in whole.body.instructions if i is not whole.body.root], copies)
+    results = [copies[value] for value in whole.body.root.operands]
+    stands_for = {read: results[read.tuple_index] for read in loop.computation.users()[loop]}
+    replace_all_uses(loop.computation, stands_for)
+    loop.computation.instructions = [i for i in loop.computation.instructions if i is not loop and i not in stands_for]
+    loop.computation.sort()
 
 
 def bounded_condition(loop: WhileLoop, trips: int, state: Any) -> Computation:

@@ -11,7 +11,8 @@ Before, with L stacked layers:                   After:
 Contract
     Consumes  an all-gather of a stack of parameters, as `state_sharding` makes it (under automatic sharding a sharding
               constraint, which the partitioner turns into an all-gather). Only loops read the gathered stack. The first
-              of them reads one slot in each iteration, in order, and each slot once.
+              of them reads one slot in each iteration, in order, and each slot once. A loop over a single micro-batch is
+              replaced by its body first.
     Makes     one all-gather for each slot, an iteration before it is read. The loop's last iteration moves behind the
               loop. The loop writes the slots into a stack, which all later readers get.
     Leaves    stacks with less than `least` bytes per layer; stacks whose first reader is another instruction; with a
@@ -35,7 +36,8 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Whil
 from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
 from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.graph import ancestors
-from dhelix.passes.hlo.loop_state import add_element, split
+from dhelix.passes.hlo.loop_state import add_element, inline_single_trip, split
+from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.hlo.stacks import slot_reads
 
 
@@ -55,6 +57,7 @@ class ParameterGathering:
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
         for computation in list(module.computations):
+            changed |= _inline_single_trips(computation)
             found: dict[Instruction, list[_Gather]] = {}
             for one in _gathers(computation, self.least):
                 found.setdefault(one.loop, []).append(one)
@@ -78,6 +81,21 @@ class _Gather:
     loop: Instruction
     element: int
     slots: tuple[int, ...]
+
+
+def _inline_single_trips(computation: Computation) -> bool:
+    """Replaces a loop over a single micro-batch that reads gathered parameters by its body, where the layers are."""
+    users, found = computation.users(), dict[Instruction, None]()
+    for gather in filter(_is_gather, computation.instructions):
+        found.update(dict.fromkeys(_reading_loops(gather, users)))
+    once = [loop for loop in found if proved_trip_count(loop) == 1 and _read_by_element(loop, users)]
+    for loop in once:
+        inline_single_trip(loop)
+    return bool(once)
+
+
+def _read_by_element(loop: Instruction, users: dict[Instruction, list[Instruction]]) -> bool:
+    return loop is not loop.computation.root and all(user.opcode == "get-tuple-element" for user in users[loop])
 
 
 def _gathers(computation: Computation, least: int) -> list[_Gather]:

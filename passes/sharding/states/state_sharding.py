@@ -38,7 +38,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
-from dhelix.passes.hlo.manual_computation import inline_all
+from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
 from dhelix.passes.sharding.states.manual_states import enter_split, leave_split
 from dhelix.passes.sharding.states.narrow_reads import narrow
 
@@ -72,6 +72,8 @@ class StateSharding:
     def run(self, module: HloModule, context: PassContext) -> bool:
         entry = module.entry
         inline_all(entry)
+        for manual in manual_computations(entry):
+            inline_all(manual.body)
         updates = [one for one in map(_Update.of, _results(entry)) if one.places(self.data)]  # (1)
         self._check_placed(updates)
         inside = {i for one in updates for i in one.steps}
