@@ -7,9 +7,9 @@
         loss, grads = value_and_grad(loss_fn)(params, batch)      # in place of jax.value_and_grad
 
 The public names are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError`, `__version__`, and for
-sharded states (docs/guide/sharding.md) `sharding_plan`, `mesh_of`, `shard_state`, `gather_state`, `state_shardings`. Two
-modules are also meant for users, but their interfaces may change between versions. `dhelix.deviceless` makes meshes of
-GPUs that this machine does not have. `dhelix.collective_matmul` offers collective matmuls as functions.
+sharded states (docs/guide/sharding.md) `sharding_plan`, `mesh_of`, `shard_state`, `gather_state`, `state_shardings`.
+Two modules are also meant for users, but their interfaces may change between versions. `dhelix.deviceless` makes meshes
+of GPUs that this machine does not have. `dhelix.collective_matmul` offers collective matmuls as functions.
 
 Names are loaded on first use, so `dhelix --help` does not import JAX and importing dhelix touches no device.
 """

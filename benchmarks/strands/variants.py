@@ -25,8 +25,8 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
-from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.passes.sharding.states.parameter_gathering import ParameterGathering
+from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs

@@ -181,7 +181,9 @@ class Worker:
         if not self.options.states:
             return state
         placed = state_shardings(state, self.options.states)
-        return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, placed)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, placed
+        )
 
     def initial_state(self, training: Training) -> Any:
         state = training.init(jax.random.key(0))

@@ -8,14 +8,15 @@ Before, with L layers and M micro-batches:          After:
                                                         grads[0] = all-reduce(grads[0] / M)
 
 Contract
-    Consumes  an all-reduce or reduce-scatter of a stack of gradients, which a loop over layers writes. The stack has one slot per layer
-              (along dimension 0). The loop writes each slot once, and only the slot's own accumulation reads it.
-              Between loop and all-reduce there are only elementwise operations with scalars. Calls in the loop's body
-              are already inlined (`strand_duplication`). Under automatic sharding, the program has no all-reduce yet,
-              but a sum over replicas (the pass `replica_sums`), which the partitioner turns into an all-reduce.
+    Consumes  an all-reduce or reduce-scatter of a stack of gradients, which a loop over layers writes. The stack has
+              one slot per layer (along dimension 0). The loop writes each slot once, and only the slot's own
+              accumulation reads it. Between loop and collective there are only elementwise operations with scalars.
+              Calls in the loop's body are already inlined (`strand_duplication`). Under automatic sharding, the program
+              has no all-reduce yet, but a sum over replicas (the pass `replica_sums`), which the partitioner turns into
+              an all-reduce.
     Makes     the same reduction of each slot, one iteration after the slot is written. The loop's first iteration moves
-              in front of the loop, and the last reduction comes after the loop. Sums over replicas and
-              reduce-scatters get a stack of their own.
+              in front of the loop, and the last reduction comes after the loop. Sums over replicas get a stack of their
+              own. The results of reduce-scatters take the start of their slots, and a slice reads them.
     Leaves    loops in which both strands run, because the other strand's compute hides the reduction there; stacks with
               less than `least` bytes per layer; groups of one device; all-reduces of another shape or type than the
               stack's. With a note, it also leaves loops in which the time that compute would hide is less than three
@@ -120,8 +121,8 @@ class _Reduction:
 
     @property
     def in_place(self) -> bool:
-        """Whether the stack can hold the reduced slots: the collective keeps their shape."""
-        return self.collective.opcode == "all-reduce"
+        """Whether the stack holds the reduced slots. The shard of a reduce-scatter takes the start of its slot."""
+        return not self.over_replicas
 
     @property
     def replicas(self) -> int:
@@ -317,6 +318,9 @@ def _reduce_last(computation: Computation, one: _Reduction, sums: Instruction | 
         place = place[: len(sums.shape.dimensions)]
     stack = one.result if sums is None else sums
     written = builder.make("dynamic-update-slice", stack.shape, [stack, reduced, *place])
+    if one.collective.opcode == "reduce-scatter":
+        ranges = [{"start": 0, "limit": size, "stride": 1} for size in one.collective.shape.dimensions]
+        written = builder.make("slice", one.collective.shape, [written], slice_dimensions=ranges)
     replace_uses(computation, one.collective, written)
 
 

@@ -91,9 +91,7 @@ def _sharding(leaf: Any, axes: SplitAxes, mesh: Mesh, first: int) -> NamedShardi
     return _named(mesh, spec)
 
 
-def _dimension(
-    shape: Sequence[int], spec: Sequence[_Entry], over: _Entry, mesh: Mesh, first: int
-) -> int | None:
+def _dimension(shape: Sequence[int], spec: Sequence[_Entry], over: _Entry, mesh: Mesh, first: int) -> int | None:
     """The dimension to split over the axes `over`: from `first` on, the first that divides and is not split yet.
 
     Collectives exchange contiguous parts, so splitting a later dimension would cost transposes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,50 @@ from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.states.state_sharding import StateSharding
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, sharding_plan
+
+
+class ShardedStates:
+    """The plain programs of a step whose states are sharded.
+
+    Attributes:
+      plan: what `sharding_plan` takes; None if the step's states are not sharded.
+    """
+
+    def __init__(self, plan: Any, dump_to: str | Path | None = None):
+        self.plan = None if plan is None else sharding_plan(plan)
+        self._dump_to = dump_to
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+    def of(self, lowered: jax.stages.Lowered) -> tuple[jax.stages.Lowered, StageReport | None]:
+        """The step before any pass makes strands, and the report of the pass that sharded its states."""
+        return (lowered, None) if self.plan is None else sharded_program(lowered, self.plan, self._dump_to)
+
+    def run(
+        self,
+        jitted: Any,
+        args: Any,
+        kwargs: Any,
+        kind: Callable[[Any, Any], Hashable],
+        separate: Callable[[Any, Any], Any],
+    ) -> Any:
+        """Runs the plain step.
+
+        Args:
+          jitted: the step as `jax.jit` returned it.
+          kind: returns a key of (args, kwargs), equal for arguments with which the same program runs.
+          separate: splits (args, kwargs) into static values and (args, kwargs) without them.
+        """
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        if self.plan is None or traced:  # inside another transformation, the step becomes part of it unchanged
+            return jitted(*args, **kwargs)
+        key = kind(args, kwargs)
+        if key not in self._compiled:
+            self._compiled[key] = self.of(jitted.lower(*args, **kwargs))[0].compile()
+        _, (args, kwargs) = separate(args, kwargs)
+        return self._compiled[key](*args, **kwargs)
+
+    def clear(self) -> None:
+        self._compiled.clear()
 
 
 def sharded_program(

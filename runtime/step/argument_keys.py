@@ -1,11 +1,19 @@
-"""Makes keys from the arguments of a step. A step is specialized once for each key."""
+"""Makes keys from the arguments of a step, and a name from its function. A step is specialized once for each key."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
 import jax
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, or of the function that a `functools.partial` holds."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def leaf_key(leaf: Any) -> Hashable:

@@ -26,12 +26,12 @@ from dhelix.runtime.compiler import registration
 from dhelix.runtime.processes.first_run import FirstRun
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
+from dhelix.runtime.sharding.sharded_program import ShardedStates
 from dhelix.runtime.step import verification
-from dhelix.runtime.step.argument_keys import leaf_key
+from dhelix.runtime.step.argument_keys import leaf_key, name_of
 from dhelix.runtime.step.frameworks import front_choice
 from dhelix.runtime.step.microbatches.value_and_grad import Microbatching, microbatching
 from dhelix.runtime.step.options import JitOptions, StepOptions
-from dhelix.runtime.sharding.sharded_program import sharded_program
 from dhelix.runtime.step.specialization import Specialization
 from dhelix.runtime.step.step_passes import pass_manager
 
@@ -93,10 +93,7 @@ class InterleavedStep[**P, R]:
           jit: traces and compiles the function. Fronts give their inner step a `jit` of their own.
         """
         functools.update_wrapper(self, function)
-        named = function
-        while isinstance(named, functools.partial):
-            named = named.func
-        self.__name__ = getattr(named, "__name__", type(named).__name__)
+        self.__name__ = name_of(function)
         self._number = next(_numbers)
         self._label = f"{self.__name__} {self._number}"  # distinguishes this step from others in the log
         self.options = options
@@ -112,7 +109,7 @@ class InterleavedStep[**P, R]:
         self._hosts = FirstRun(self.__name__, self._asked())
         self._splits = False  # whether the step is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
-        self._sharded: dict[Hashable, jax.stages.Compiled] = {}  # plain steps with sharded states
+        self._states = ShardedStates(options.sharding, options.dump_to)
         self._lock = threading.RLock()
 
     def with_jit(self, jit: front_choice.Jit) -> InterleavedStep:
@@ -148,7 +145,7 @@ class InterleavedStep[**P, R]:
         Arguments may be `jax.ShapeDtypeStruct`s. If dhelix is switched off, the result is the unchanged program.
         """
         if not registration.on():
-            return self._original(self._jitted.lower(*args, **kwargs))
+            return self._states.of(self._jitted.lower(*args, **kwargs))[0]
         return self._specialize(self._key(args, kwargs), args, kwargs).lowered
 
     @_through_front
@@ -225,7 +222,7 @@ class InterleavedStep[**P, R]:
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             if not on:
-                lowered = self._original(self._jitted.lower(*args, **kwargs))
+                lowered, _ = self._states.of(self._jitted.lower(*args, **kwargs))
                 return lowered, lowered.compile()
             chosen = self._specialize(key, args, kwargs)
             compiled = chosen.compile() or chosen.original.compile()
@@ -234,15 +231,14 @@ class InterleavedStep[**P, R]:
     def _asked(self) -> dict[str, object]:
         """The options that must be the same in all processes of a job."""
         a_hosts_own = {"dump_to", *(field.name for field in dataclasses.fields(JitOptions))}
-        names = (field.name for field in dataclasses.fields(self.options) if field.name not in a_hosts_own)
-        asked: dict[str, object] = {name: getattr(self.options, name) for name in names}
-        return {**asked, "collective_matmul": self.options.matmuls}
+        names = sorted({field.name for field in dataclasses.fields(self.options)} - a_hosts_own)
+        return {**{name: getattr(self.options, name) for name in names}, "collective_matmul": self.options.matmuls}
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs and frees their memory."""
         with self._lock:
             self._specializations.clear()
-            self._sharded.clear()
+            self._states.clear()
             self._hosts.clear()
             for front in self._fronts.values():
                 front.clear_cache()
@@ -322,8 +318,8 @@ class InterleavedStep[**P, R]:
                 lowered = self._jitted.lower(*args, **kwargs)
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
-                original = self._original(lowered)
-                self._specializations[same] = Specialization(self.__name__, self._label, self.options, original)
+                made = self._states.of(lowered)
+                self._specializations[same] = Specialization(self.__name__, self._label, self.options, *made)
             if key is not None:
                 self._specializations[key] = self._specializations[same]
             return self._specializations[same]
@@ -337,19 +333,7 @@ class InterleavedStep[**P, R]:
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         with front_choice.captured_objects_named(self._function, self.__name__):
-            if self.options.sharding is None or any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-                return self._jitted(*args, **kwargs)
-            key = self._key(args, kwargs)
-            if key not in self._sharded:
-                self._sharded[key] = self._original(self._jitted.lower(*args, **kwargs)).compile()
-            _, (args, kwargs) = self._separate(args, kwargs)
-            return self._sharded[key](*args, **kwargs)
-
-    def _original(self, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-        """The step before any pass makes strands: as `jax.jit` lowers it, with its states sharded as asked."""
-        if self.options.sharding is None:
-            return lowered
-        return sharded_program(lowered, self.options.sharding, self.options.dump_to)[0]
+            return self._states.run(self._jitted, args, kwargs, self._key, self._separate)
 
     def _key(self, args: Any, kwargs: Any) -> Hashable | None:
         """The key by which `jax.jit` distinguishes programs; None if `jax.jit` does not accept an argument."""

@@ -56,6 +56,7 @@ STRANDS: tuple[Listed, ...] = (
     ConstantSinking, SliceSeparation, ParameterGathering, StrandSeparation,
 )  # fmt: skip
 ROWS = partial(RowPartition, costs_decide=True)
+GATHERING = partial(ParameterGathering)
 COMMUNICATION: tuple[Listed, ...] = (
     partial(GradientReduction, costs_decide=True),
     ROWS,
@@ -68,10 +69,10 @@ LISTS: Mapping[str, tuple[Listed, ...]] = {
     "dp": (*STRANDS, *COMMUNICATION, StrandPairing),
     "list": (*STRANDS, *COMMUNICATION, CollectiveSchedule),
     "xla": STRANDS,
-    "intra_batch": (ParameterGathering, ROWS, StreamAssignment, IntraBatch),
+    "intra_batch": (GATHERING, ROWS, StreamAssignment, IntraBatch),
 }
-ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew"}
-"""Maps a pass to an option of the step. The pass runs only if this option is not 0."""
+ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew", GATHERING: "sharding"}
+"""Maps a pass to an option of the step. The pass runs only if this option is given and not 0."""
 _INSTEAD: Mapping[str, type[Any]] = {  # kind of collective -> the pass that decomposes collectives of this kind
     "reduce-scatter": ReduceScatterDecomposition,
     "all-gather": AllGatherDecomposition,

@@ -68,15 +68,24 @@ class Specialization:
       verified: whether the step was compared with the plain step.
     """
 
-    def __init__(self, name: str, label: str, options: StepOptions, original: jax.stages.Lowered):
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        options: StepOptions,
+        original: jax.stages.Lowered,
+        before: StageReport | None = None,
+    ):
         """
         Args:
           name: name of the step.
           label: text that distinguishes the step in the log from other steps of the same name.
           options: options of the step.
           original: the lowered step before any pass.
+          before: the report of the pass that sharded its states, if they are sharded.
         """
         self.original = original
+        self._before = () if before is None else (before,)
         self.lowered = original
         self.left_alone = False
         self.verified = False
@@ -142,9 +151,10 @@ class Specialization:
         if self._session is None:
             name = lowering.module_name(self.original)
             stage = pass_manager(self._options).not_run(Stage.LOWERED, name, self._why)
-            return Report(name, "", (stage,), left_alone=self._why)
+            return Report(name, "", (*self._before, stage), left_alone=self._why)
         whole = self._session.report()
         stages = tuple(stage for stage in whole.stages if stage.stage == Stage.LOWERED.value)
+        stages = (*self._before, *stages)
         return Report(whole.module, whole.fingerprint, stages, left_alone=self._why if self.left_alone else "")
 
     def report(self) -> Report:
@@ -163,7 +173,7 @@ class Specialization:
     def _whole_report(self) -> Report:
         assert self._session is not None
         whole = self._session.report(self._order)
-        stages = (*whole.stages, *filter(None, [self._refused]))
+        stages = (*self._before, *whole.stages, *filter(None, [self._refused]))
         gain = self._gain(stages)
         return dataclasses.replace(
             whole,

@@ -11,8 +11,8 @@ Before, with L stacked layers:                   After:
 Contract
     Consumes  an all-gather of a stack of parameters, as `state_sharding` makes it (under automatic sharding a sharding
               constraint, which the partitioner turns into an all-gather). Only loops read the gathered stack. The first
-              of them reads one slot in each iteration, in order, and each slot once. A loop over a single micro-batch is
-              replaced by its body first.
+              of them reads one slot in each iteration, in order, and each slot once. A loop over a single micro-batch
+              is replaced by its body first.
     Makes     one all-gather for each slot, an iteration before it is read. The loop's last iteration moves behind the
               loop. The loop writes the slots into a stack, which all later readers get.
     Leaves    stacks with less than `least` bytes per layer; stacks whose first reader is another instruction; with a

@@ -38,6 +38,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
+from dhelix.passes.hlo.edit import TO_LOCAL
 from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
 from dhelix.passes.sharding.states.manual_states import enter_split, leave_split
 from dhelix.passes.sharding.states.narrow_reads import narrow
@@ -78,7 +79,7 @@ class StateSharding:
         self._check_placed(updates)
         inside = {i for one in updates for i in one.steps}
         read = self._parameters(entry, updates, inside)  # (2)
-        gradients = self._inputs(entry, updates)  # (3)
+        gradients = self._inputs(entry, updates, context)  # (3)
         self._new_states(entry, updates)  # (4)
         entry.sort()
         context.note(
@@ -110,22 +111,37 @@ class StateSharding:
             for reader in readers:
                 reader.operands = [whole if operand is state else operand for operand in reader.operands]
             narrow(whole)
+            if self.parameters:
+                self._check_not_entered(whole)
             enter_split(whole)
             gathered += 1
         return gathered
 
-    def _inputs(self, entry: Computation, updates: list[_Update]) -> int:
+    def _check_not_entered(self, whole: Instruction) -> None:
+        """Refuses a shard_map that takes a parameter whole, although the parameter shall stay split."""
+        users = whole.computation.users()[whole]
+        if any(user.opcode == "custom-call" and user.proto.custom_call_target == TO_LOCAL for user in users):
+            raise PassRefusal(
+                "the step's shard_map takes whole parameters, so they cannot stay split while the model reads them; "
+                "use a plan that shards optimizer states alone (zero1), or gather layers in the shard_map yourself"
+            )
+
+    def _inputs(self, entry: Computation, updates: list[_Update], context: PassContext) -> int:
         """Splits the values that updates start from, such as gradients. Returns their number."""
-        sharded, program = dict[Instruction, Instruction](), list(entry.instructions)
+        sharded, program, by_hand = dict[Instruction, Instruction](), list(entry.instructions), 0
         for one in updates:
             split = one.split(self.data)
             for value in one.inputs:
                 if value not in sharded:
-                    leave_split(value, split)
+                    by_hand += leave_split(value, split)
                     held = self._accumulated(value, split)
                     sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
         for instruction in program:
             instruction.operands = [sharded.get(operand, operand) for operand in instruction.operands]
+        if by_hand and set(self.gradients) > set(self.parameters):
+            context.note(
+                "gradients stay whole until the last micro-batch: a shard_map adds them up", None, count=by_hand
+            )
         return len(sharded)
 
     def _accumulated(self, value: Instruction, split: Split) -> Instruction:
