@@ -49,6 +49,7 @@ def define_flags(values: flags.FlagValues) -> None:
     real("intra_bandwidth", None, "GB/s of each GPU inside a node where nothing was measured (default: of the GPU)")
     real("inter_bandwidth", None, "GB/s of each GPU between nodes where nothing was measured (default: of the GPU)")
     number("batch", 1, "sequences of a micro-batch on one GPU")
+    number("vocab", None, "vocabulary size (default: the model's)")
     number("seq", None, "tokens of a sequence (default: the model's)")
     number("microbatches", 1, "micro-batches of a step")
     switch("recompute", False, "whether backward computes the forward of each layer again")
@@ -57,7 +58,11 @@ def define_flags(values: flags.FlagValues) -> None:
     real("bucket", 256.0, "MB of an all-reduce bucket")
     real("mfu", None, "share of the GPU's peak that compute reaches, attention not halved (default: of the GPU)")
     choice("objective", OBJECTIVES[0], list(OBJECTIVES), "minimise exposed communication, or the sum of all of it")
-    choice("split", SPLITS[0], list(SPLITS), "whole tensors for each owner of optimizer states, or a piece of each")
+    choice(
+        "split", None, list(SPLITS),
+        "between: whole tensors for each owner of optimizer states; inside: a piece of each (default: inside, as dhelix "
+        "executes it; with --cluster between, as the paper)",
+    )  # fmt: skip
     flags.DEFINE_list(
         "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
     )

@@ -71,6 +71,8 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     config = PRESETS[chosen["model"]]
     if chosen["layers"]:
         config = dataclasses.replace(config, layers=chosen["layers"])
+    if chosen["vocab"]:
+        config = dataclasses.replace(config, vocab=chosen["vocab"])
     seq = chosen["seq"] or config.seq
     hardware, profile, nodes = _machine(chosen)
     mesh = Factor(chosen["gpus_per_node"] or hardware.gpus_per_node, chosen["nodes"] or nodes)
@@ -84,7 +86,7 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
         compute_of(hardware, sizes, chosen["mfu"]),
         TRAINERS[chosen["bytes"]],
         1e6 * chosen["bucket"],
-        chosen["split"],
+        chosen["split"] or ("between" if chosen["cluster"] else "inside"),
     )
     times, source = _times(hardware, profile, chosen)
     limit = _GB * chosen["memory"] if chosen["memory"] else hardware.memory_bytes

@@ -12,6 +12,11 @@ and gradient, U the bytes of a bucket. / divides meshes by components.
            t(AG, B_p Phi / |s_p|, s_os / s_p) if tensors are split inside
     T_g    (M - 1) * T_os0 over s_g / s_p instead of s_dp / s_p                                0 if s_g = s_p
 
+If tensors are split inside, a device needs only its pieces of a reduced gradient, so dhelix scatters (not in the paper):
+
+    T_os0  n * (t(RS, b, s_os / s_p) + t(AR, b |s_p| / |s_os|, s_dp / s_os))                   b: bytes of a bucket
+    T_g    (M - 1) * n * t(RS, b, s_g / s_p)
+
 Corrections: the sum goes from 1 to K and includes modules outside of layers. Both printed factors s_p1 / s_p1 are
 s_dp1 / s_p1 and s_os1 / s_p1. A device holds Phi / |s_p| gradients, so the number of buckets is divided by |s_p|. Here
 buckets are equal; the printed U for each would count the last one as full. The all-reduce of T_os0 is the data-parallel
@@ -219,17 +224,21 @@ class _Step:
         first, second, third = (Part(*row) for row in zip(PARTS, totals, exposed, strict=False))
         return first, second, third
 
-    def _buckets(self, group: Factor, count: int) -> tuple[int, float]:
-        """The number of buckets, and the time of one."""
+    def _buckets(self, group: Factor, shards: Factor, count: int) -> tuple[int, float]:
+        """The number of buckets, and the time of one, of which each device of `shards` needs a piece."""
         gradients = self.job.kept.moved_gradient * self.job.sizes.parameters / self.factors.parameters.size
         if group.size == 1 or not self.job.kept.gradient or not count:
             return 0, 0.0
         number = max(math.ceil(gradients / self.job.bucket), 1)
-        return number, self._read(ALL_REDUCE, gradients / number, group, count * number)
+        if self.job.split == "between":
+            return number, self._read(ALL_REDUCE, gradients / number, group, count * number)
+        scatter = self._read(REDUCE_SCATTER, gradients / number, shards, count * number)
+        copies = self._read(ALL_REDUCE, gradients / number / shards.size, group / shards, count * number)
+        return number, scatter + copies
 
-    def _reduction(self, name: str, group: Factor, count: int, busy: float) -> Part:
-        """All-reduces over `group` that `count` micro-batches run under their backward."""
-        number, one = self._buckets(group, count)
+    def _reduction(self, name: str, group: Factor, shards: Factor, count: int, busy: float) -> Part:
+        """Reductions over `group` that `count` micro-batches run under their backward."""
+        number, one = self._buckets(group, shards, count)
         beside = self._same_links(group, busy)
         exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1, beside)
         return Part(name, count * number * one, count * exposed)
@@ -244,12 +253,13 @@ class _Step:
         Args:
           busy: seconds of the gathers and reduce-scatters of a micro-batch's backward.
         """
-        return self._reduction("all-reduce", self.factors.mesh / self.factors.parameters, 1, busy)
+        held = self.factors.parameters
+        return self._reduction("all-reduce", self.factors.mesh / held, self.factors.optimizer / held, 1, busy)
 
     def accumulation(self, busy: float) -> Part:
         """T_g: gradients of the other micro-batches, where gradients are sharded more than parameters."""
         group = self.factors.gradients / self.factors.parameters
-        return self._reduction("accumulation", group, self.job.batch.microbatches - 1, busy)
+        return self._reduction("accumulation", group, group, self.job.batch.microbatches - 1, busy)
 
     def broadcast(self, busy: float) -> Part:
         """T_os1: updated parameters, from the devices that updated them.

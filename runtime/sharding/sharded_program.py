@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import StageReport
@@ -49,7 +50,7 @@ class ShardedStates:
           kind: returns a key of (args, kwargs), equal for arguments with which the same program runs.
           separate: splits (args, kwargs) into static values and (args, kwargs) without them.
         """
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
         if self.plan is None or traced:  # inside another transformation, the step becomes part of it unchanged
             return jitted(*args, **kwargs)
         key = kind(args, kwargs)
