@@ -60,8 +60,8 @@ def define_flags(values: flags.FlagValues) -> None:
     choice("objective", OBJECTIVES[0], list(OBJECTIVES), "minimise exposed communication, or the sum of all of it")
     choice(
         "split", None, list(SPLITS),
-        "between: whole tensors for each owner of optimizer states; inside: a piece of each (default: inside, as dhelix "
-        "executes it; with --cluster between, as the paper)",
+        "between: whole tensors for each owner of optimizer states; inside: a piece of each (default: inside, as "
+        "dhelix executes it; with --cluster between, as in the paper)",
     )  # fmt: skip
     flags.DEFINE_list(
         "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values

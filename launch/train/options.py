@@ -35,6 +35,7 @@ class Options:
     chunks_per_stage: int | None = None
     sends_beside: bool = False
     sharding: str = "shard_map"
+    states: str | None = None
     batch: int | None = None
     steps: int = 50
     lr: float = 1e-3

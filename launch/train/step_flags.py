@@ -21,7 +21,7 @@ from dhelix.runtime.step.options import StepOptions
 
 _NAMES = (
     "preset", "layers", "seq", "vocab", "dtype", "remat", "unrolled", "capacity", "microbatches", "mesh", "context",
-    "sharding", "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
+    "sharding", "states", "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -77,6 +77,8 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         "who inserts collectives: shard_map (the model's code), auto (XLA; not with experts or cp), fsdp (parameters "
         "also split over dp; by XLA, with experts or cp by the model's code; not with --pp)",
     )
+    states = "how model states are sharded over dp: zero1 and others, or a plan file; zero2, zero3 need --sharding auto"
+    text("states", None, f"{states} (default: as --sharding says)")
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")
     number("chunks_per_stage", None, "chunks per stage of the interleaved schedules (default: 2)")

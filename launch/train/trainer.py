@@ -25,6 +25,7 @@ from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.options import Options
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.launch.train.sharded import ShardedTraining, with_states
 from dhelix.models import (
     GptConfig,
     LlamaConfig,
@@ -171,6 +172,8 @@ def make_training(options: Options, config: DecoderConfig, devices: Sequence[Any
     axes = mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp, experts)
     mesh = _valid(lambda: make_mesh(axes["dp"], axes["tp"], devices, options.pp, axes.get("ep"), axes["cp"]))
     training = _valid(lambda: _training(options, config, mesh))
+    if options.states:
+        training = with_states(training, options.states)
     batch = options.batch or options.microbatches * axes["dp"] * axes.get("ep", 1)
     _valid(lambda: training.check_batch(training.abstract_batch(batch)))
     if isinstance(config, MoeConfig):
@@ -201,8 +204,8 @@ def _training(options: Options, config: DecoderConfig, mesh: Mesh) -> Training:
 def make_step(training: Training, plain: bool, options: StepOptions | None = None) -> Any:
     """The train step that a run calls. It is under `jax.jit` if `plain`, else interleaved. It donates the state.
 
-    A pipeline is always made by `interleaved`, because `jax.jit` alone would not run its schedule. If a pipeline is
-    `plain`, no passes run, and XLA chooses the order of operators.
+    Pipelines and steps with sharded states are always made by `interleaved`, because `jax.jit` alone would not run them
+    as planned. If such a step is `plain`, no passes run, and XLA chooses the order of operators.
 
     Raises:
       DhelixError: an option is invalid. For example, the file in `plan` is no plan.
@@ -211,6 +214,8 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
     if isinstance(training, PipelinedTraining):
         passes = () if plain else options.passes
         options = options.but(microbatches=training.microbatches, pipeline=training.fold, passes=passes)
+    elif isinstance(training, ShardedTraining):
+        options = options.but(sharding=training.states, passes=() if plain else options.passes)
     elif plain:
         return jax.jit(training.train_step, donate_argnums=0)
     return interleaved(training.train_step, options.but(donate_argnums=0))

@@ -68,26 +68,32 @@ def activation_bytes(sizes: ModelSizes, batch: Batch) -> float:
     return KEPT * layer * sizes.layers
 
 
-def memory(sizes: ModelSizes, factors: Factors, kept: StateBytes, batch: Batch, bucket: float) -> Memory:
+def memory(
+    sizes: ModelSizes, factors: Factors, kept: StateBytes, batch: Batch, bucket: float, split: str = "between"
+) -> Memory:
     """The memory of one device.
 
     Args:
       kept: bytes per parameter.
       bucket: bytes of an all-reduce bucket, AMSP's U.
+      split: how optimizer states are split (`step_times.SPLITS`). Split inside, parameters are stored like optimizer
+        states, and what the model reads of them is a gathered copy.
     """
-    phi = float(sizes.parameters)
+    phi, inside = float(sizes.parameters), split == "inside"
     return Memory(
-        parameters=kept.parameter * phi / factors.parameters.size,
+        parameters=kept.parameter * phi / (factors.optimizer if inside else factors.parameters).size,
         gradients=kept.gradient * phi / factors.gradients.size,
         optimizer=kept.optimizer * phi / factors.optimizer.size,
         activations=activation_bytes(sizes, batch),
-        gathered=_gathered(sizes, factors, kept),
+        gathered=_gathered(sizes, factors, kept, inside),
         buckets=_BUCKETS * min(bucket, kept.moved_gradient * phi) if factors.mesh.size > 1 else 0.0,
         logits=_LOGIT * batch.tokens * sizes.vocabulary,
     )
 
 
-def _gathered(sizes: ModelSizes, factors: Factors, kept: StateBytes) -> float:
+def _gathered(sizes: ModelSizes, factors: Factors, kept: StateBytes, inside: bool) -> float:
+    if inside and factors.parameters != factors.optimizer:
+        return kept.moved_parameter * sizes.parameters / factors.parameters.size
     if factors.parameters.size > 1:
         largest = max((module.parameters for module in sizes.outside), default=0)
         layers = min(_LAYERS_IN_FLIGHT, sizes.layers)

@@ -98,7 +98,7 @@ class Planned:
 
 def evaluate(job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap | None = None) -> Candidate:
     """The memory and the times of a job under given factors. A secondary shard takes memory as well."""
-    found = memories.memory(job.sizes, factors, job.kept, job.batch, job.bucket)
+    found = memories.memory(job.sizes, factors, job.kept, job.batch, job.bucket, job.split)
     if job.secondary is not None:
         shard = job.kept.moved_parameter * job.sizes.parameters / job.secondary.size
         found = replace(found, gathered=found.gathered + shard)
@@ -161,7 +161,7 @@ def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
     ways = {words: batch for words, batch in ways.items() if batch != job.batch}
 
     def memory(batch: Batch) -> Memory:
-        return memories.memory(job.sizes, least.factors, job.kept, batch, job.bucket)
+        return memories.memory(job.sizes, least.factors, job.kept, batch, job.bucket, job.split)
 
     totals = {words: memory(batch).total for words, batch in ways.items()}
     if fitting := [f"with {words} it needs {_gb(size)}" for words, size in totals.items() if size <= limit]:

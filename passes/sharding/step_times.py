@@ -12,7 +12,7 @@ and gradient, U the bytes of a bucket. / divides meshes by components.
            t(AG, B_p Phi / |s_p|, s_os / s_p) if tensors are split inside
     T_g    (M - 1) * T_os0 over s_g / s_p instead of s_dp / s_p                                0 if s_g = s_p
 
-If tensors are split inside, a device needs only its pieces of a reduced gradient, so dhelix scatters (not in the paper):
+If tensors are split inside, a device needs only its pieces of a reduced gradient. So dhelix scatters, unlike AMSP:
 
     T_os0  n * (t(RS, b, s_os / s_p) + t(AR, b |s_p| / |s_os|, s_dp / s_os))                   b: bytes of a bucket
     T_g    (M - 1) * n * t(RS, b, s_g / s_p)

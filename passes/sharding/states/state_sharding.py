@@ -157,12 +157,12 @@ class StateSharding:
 
     def _new_states(self, entry: Computation, updates: list[_Update]) -> None:
         root = entry.root
-        new = {one.result: one.split(self.data) for one in updates}
-        made = {
-            value: constrained(Builder(entry), value, split.over, split.mesh, {})
-            for value, split in new.items()
-            if not (is_sharding_constraint(value) and stated(value) == split)
-        }
+        made: dict[Instruction, Instruction] = {}
+        for one in updates:
+            split, value = one.split(self.data), one.result
+            while is_sharding_constraint(value):  # the program's own, which may say that the new state is whole
+                (value,) = value.operands
+            made[one.result] = constrained(Builder(entry), value, split.over, split.mesh, {})
         root.operands = [made.get(operand, operand) for operand in root.operands]
 
 
