@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.runtime.sharding.state_plan import SplitAxes, sharding_plan
@@ -38,9 +39,23 @@ def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
       stacked layers, which a scan reads one after the other. Arrays without such a dimension stay whole.
 
     Raises:
-      ShardingError: the mesh is unknown, or does not fit the plan.
+      ShardingError: the mesh is unknown, or does not fit the plan, or no array can be split.
     """
-    return jax.device_put(state, state_shardings(state, plan, mesh))
+    placed = state_shardings(state, plan, mesh)
+    _check_split(state, plan, placed)
+    return jax.device_put(state, placed)
+
+
+def _check_split(state: Any, plan: Any, placed: Any) -> None:
+    shardings = jax.tree.leaves(placed)
+    axes = sharding_plan(plan).on(shardings[0].mesh.shape).optimizer if shardings else ()
+    if axes and not any(entry for sharding in shardings for entry in sharding.spec):
+        parts = math.prod(shardings[0].mesh.shape[axis] for axis in axes)
+        largest = max(map(np.shape, jax.tree.leaves(state)), key=math.prod)
+        raise ShardingError(
+            f"no array of the state has a dimension that divides into {parts} shards (the largest is {list(largest)}); "
+            "use fewer data-parallel devices, or sizes that are multiples of their number"
+        )
 
 
 def gather_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
@@ -51,9 +66,20 @@ def gather_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
 
 
 def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
-    """The shardings of a state under a plan: a pytree like `state`, which may hold `jax.ShapeDtypeStruct`s."""
+    """The shardings of a state under a plan: a pytree like `state`, which may hold `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ShardingError: the mesh is unknown, has no Auto axes for the plan, or does not fit the plan.
+    """
     mesh = _mesh_of(state, mesh)
     axes = sharding_plan(plan).on(mesh.shape)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for axis in axes.data:
+        if kinds[axis] != AxisType.Auto:
+            raise ShardingError(
+                f"the mesh axis {axis!r} is {kinds[axis].name}, and states are sharded over Auto axes; make the mesh "
+                "with axis_types=(jax.sharding.AxisType.Auto, ...), or with dhelix.mesh_of"
+            )
     stacks = _stacks(state)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _sharding(leaf, axes, mesh, 1 if path in stacks else 0), state
@@ -63,28 +89,29 @@ def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
 def _stacks(state: Any) -> set[Any]:
     """The paths of arrays that stack layers along dimension 0.
 
-    The nearest group of arrays decides: all of them have the same dimension 0, at least one has three dimensions, and
-    each has two or more.
+    The nearest group of arrays decides: all of them have the same dimension 0, and at least one has three dimensions.
+    An array may be a group of its own.
     """
-    leaves = [(path, leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if len(leaf.shape)]
-    groups: dict[Any, list[Sequence[int]]] = {}
+    every = jax.tree_util.tree_leaves_with_path(state)
+    leaves = [(path, np.shape(leaf)) for path, leaf in every if np.ndim(leaf)]
+    shapes, groups = dict(leaves), dict[Any, list[Sequence[int]]]()
     for path, shape in leaves:
         for length in range(len(path)):
             groups.setdefault(path[:length], []).append(shape)
 
     def is_stack(path: Any) -> bool:
-        group = next((groups[path[:n]] for n in reversed(range(len(path))) if len(groups[path[:n]]) > 1), [])
-        ranks = [len(shape) for shape in group]
-        return bool(group) and min(ranks) > 1 and max(ranks) > 2 and len({shape[0] for shape in group}) == 1
+        outwards = [groups[path[:n]] for n in reversed(range(len(path)))]
+        group = next((group for group in outwards if len(group) > 1), [shapes[path]])
+        return max(map(len, group)) > 2 and len({shape[0] for shape in group}) == 1
 
-    return {path for path, _ in leaves if is_stack(path)}
+    return {path for path, shape in leaves if len(shape) > 1 and is_stack(path)}
 
 
 def _sharding(leaf: Any, axes: SplitAxes, mesh: Mesh, first: int) -> NamedSharding:
     spec = _without(leaf, axes.data)
     ways = (axes.inside_out, axes.inside_out[: len(axes.gradients)], axes.parameters)
     for over in dict.fromkeys(ways):
-        dimension = _dimension(leaf.shape, spec, over, mesh, first)
+        dimension = _dimension(np.shape(leaf), spec, over, mesh, first)
         if over and dimension is not None:
             spec[dimension] = (*spec[dimension], *over)
             break
@@ -113,7 +140,7 @@ def _without(leaf: Any, data: _Entry) -> list[_Entry]:
     sharding = getattr(leaf, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    axes += [()] * (len(leaf.shape) - len(axes))
+    axes += [()] * (np.ndim(leaf) - len(axes))
     return [tuple(axis for axis in entry if axis not in data) for entry in axes]
 
 

@@ -59,7 +59,8 @@ class StatePlan:
         if factors.mesh.size != devices:
             raise ShardingError(
                 f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but the mesh axes "
-                f"{', '.join(self.axes)} have {devices}"
+                f"{', '.join(self.axes)} have {devices}; make a plan for these devices (`dhelix shard --nodes N "
+                '--gpus_per_node G`), or name a strategy such as "zero1"'
             )
         found = {name: self._carrying_out(name, factor, sizes) for name, factor in factors.states()}
         return SplitAxes(self.axes, **found)
@@ -134,27 +135,40 @@ def _section(plan: Any) -> Any:
 
 
 def mesh_of(
-    plan: StatePlan | Factors | str, devices: Sequence[Any] | None = None, **others: int
+    plan: StatePlan | Factors | str,
+    devices: Sequence[Any] | None = None,
+    group: int | None = None,
+    **others: int,
 ) -> tuple[Mesh, StatePlan]:
     """A mesh whose data-parallel axes fit a plan, and the plan with these axes.
 
     Args:
       plan: what `sharding_plan` takes.
       devices: devices in order, those of a node next to each other; default: all.
+      group: for "mics", the number of data-parallel devices that hold one copy.
       **others: further axes, within a data-parallel device: `tp=4`.
 
     Returns:
       The mesh, with the axes "dp" (or "dp_2", "dp_1", "dp_0", the last for neighbouring devices) and `others`; and the
-      plan with these axes.
+      plan with these axes. `mesh_of("mics", group=4)` on 8 devices has dp_1=2 for the copies and dp_0=4 for the shards.
+
+    Raises:
+      ShardingError: there are other devices than the plan needs, or "mics" has no group.
     """
     made = sharding_plan(plan)
     devices = jax.devices() if devices is None else devices
     inner = math.prod(others.values())
     if len(devices) % inner:
         raise ShardingError(f"{len(devices)} devices are not divisible by {others}")
-    factors = made.factors
+    factors, count = made.factors, len(devices) // inner
     if isinstance(factors, str):
-        factors = Factors.named(factors, Factor(len(devices) // inner))
+        if factors == "mics" and group is None:
+            raise ShardingError('"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)')
+        factors = Factors.named(factors, Factor(count), group and Factor(group))
+    if factors.mesh.size != count:
+        raise ShardingError(
+            f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}"
+        )
     sizes = [factor.size for _, factor in factors.states()] + [factors.mesh.size]
     steps = [sizes[0], *(after // before for before, after in zip(sizes, sizes[1:], strict=False))]
     parts = [size for size in reversed(steps) if size > 1] or [1]

@@ -91,12 +91,17 @@ class StateSharding:
     def _check_placed(self, updates: list[_Update]) -> None:
         """Refuses states that are placed under another plan, or not at all."""
         over = {_data_axes(split, self.data) for split in _placed(updates, self.data).values()}
-        wrong = [axes for axes in over if not axes <= set(self.optimizer)]
-        if not over or wrong:
-            placed = f"split over {', '.join(sorted(wrong[0]))}" if wrong else "whole on every device"
+        wanted = frozenset(self.optimizer)
+        if not over:
             raise PassRefusal(
-                f"the state is {placed}, but this plan splits it over {', '.join(self.optimizer)}; "
-                "place it: state = dhelix.shard_state(state, plan)"
+                f"no state is split over {', '.join(self.optimizer)}: place it with dhelix.shard_state(state, plan); "
+                "the step must return the new state, compute it outside of shard_map, and have no out_shardings for it"
+            )
+        if wanted not in over or any(not axes <= wanted for axes in over):
+            placed = " and ".join(sorted(", ".join(sorted(axes)) for axes in over))
+            raise PassRefusal(
+                f"the state is split over {placed}, but this plan splits it over {', '.join(self.optimizer)}; place it "
+                "under this plan: state = dhelix.shard_state(state, plan)"
             )
 
     def _parameters(self, entry: Computation, updates: list[_Update], inside: set[Instruction]) -> int:
@@ -123,7 +128,7 @@ class StateSharding:
         if any(user.opcode == "custom-call" and user.proto.custom_call_target == TO_LOCAL for user in users):
             raise PassRefusal(
                 "the step's shard_map takes whole parameters, so they cannot stay split while the model reads them; "
-                "use a plan that shards optimizer states alone (zero1), or gather layers in the shard_map yourself"
+                "use a plan that leaves parameters whole (zero1), or gather layers in the shard_map yourself"
             )
 
     def _inputs(self, entry: Computation, updates: list[_Update], context: PassContext) -> int:
