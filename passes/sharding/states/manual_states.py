@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, device_groups, free_channel
 from dhelix.passes.hlo import Builder, HloModule, Instruction
 from dhelix.passes.hlo.constraints import Axes, Split, mesh_axes, meshes, splits, stated
-from dhelix.passes.hlo.edit import TO_GLOBAL, replace_uses
+from dhelix.passes.hlo.edit import TO_GLOBAL, drop_dead, replace_uses
 from dhelix.passes.hlo.manual_computation import ManualComputation, manual_computations
 
 _IN, _OUT = "xla.sdy.in_shardings", "xla.sdy.out_shardings"
@@ -127,6 +127,7 @@ def leave_split(value: Instruction, sharded: Split) -> bool:
     for shape in [*held, *(o.shape for o in edge.operands if _index(o) == position)]:
         _shrink(shape, shards)
     _restate(edge, _OUT, k, sharded)
+    drop_dead(manual.body)  # the all-reduce of the whole gradient, which other passes would take for a reader
     manual.body.sort()
     return True
 
