@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from dhelix.errors import PassRefusal
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
-from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
+from dhelix.passes.hlo.constraints import constrained, is_sharding_constraint, stated
 from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.graph import ancestors
 from dhelix.passes.hlo.loop_state import add_element, inline_single_trip, split
@@ -235,9 +235,9 @@ def _slot(builder: Builder, one: _Gather, shards: Instruction, index: Instructio
     shape.dimensions[0] = 1
     zeros = [builder.scalar(0, index.shape.element_type)] * (len(shape.dimensions) - 1)
     part = builder.make("dynamic-slice", shape, [shards, index, *zeros], dynamic_slice_sizes=list(shape.dimensions))
-    if is_sharding_constraint(one.gather):  # otherwise the partitioner gathers the whole stack, and slices it then
-        part = builder.copy(one.gather.operands[0], [part]) if is_sharding_constraint(one.gather.operands[0]) else part
-        part.proto.shape.CopyFrom(shape)
+    split = stated(one.gather.operands[0]) if is_sharding_constraint(one.gather) else None
+    if split is not None:  # otherwise the partitioner gathers the whole stack, and slices it then
+        part = constrained(builder, part, split.over, split.mesh, {})
     gathered = builder.copy(one.gather, [part])
     gathered.proto.shape.dimensions[0] = 1
     return gathered
