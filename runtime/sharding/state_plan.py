@@ -68,7 +68,8 @@ class StatePlan:
     def _carrying_out(self, state: str, factor: Factor, sizes: Sequence[int]) -> Axes:
         for first in range(len(sizes) + 1):
             if math.prod(sizes[first:]) == factor.size:
-                return self.axes[first:]
+                axes = zip(self.axes[first:], sizes[first:], strict=True)
+                return tuple(axis for axis, size in axes if size > 1)  # an axis of one device splits nothing
         have = " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, sizes, strict=True))
         raise ShardingError(
             f"{state} are sharded over {factor.size} devices, which the last of the axes {have} do not have; split the "
@@ -166,14 +167,15 @@ def mesh_of(
             raise ShardingError('"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)')
         factors = Factors.named(factors, Factor(count), group and Factor(group))
     if factors.mesh.size != count:
+        beside = f" beside {others}" if others else ""
         raise ShardingError(
-            f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}"
+            f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}{beside}"
         )
     sizes = [factor.size for _, factor in factors.states()] + [factors.mesh.size]
     steps = [sizes[0], *(after // before for before, after in zip(sizes, sizes[1:], strict=False))]
     parts = [size for size in reversed(steps) if size > 1] or [1]
     names = ("dp",) if len(parts) == 1 else tuple(f"dp_{n}" for n in reversed(range(len(parts))))
     axes = dict(zip(names, parts, strict=True)) | others
-    grid = np.array(devices[: math.prod(axes.values())]).reshape(*axes.values())
+    grid = np.array(devices).reshape(*axes.values())
     mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return mesh, StatePlan(factors, names)
