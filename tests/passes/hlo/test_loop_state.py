@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes, verify
 from dhelix.passes.hlo.edit import drop_dead
-from dhelix.passes.hlo.loop_state import add_element, drop_elements, merge, split
+from dhelix.passes.hlo.loop_state import add_element, drop_elements, inline_single_trip, merge, split
 from dhelix.tests.passes.hlo.interpreter import Value, run, same
 from dhelix.tests.passes.hlo.modules import VECTOR, base, loop, vector
 
@@ -221,3 +221,44 @@ def test_a_counter_that_turns_around_splits_no_loop() -> None:
     assert WhileLoop(made).trip_count == 3
     with pytest.raises(PassRefusal, match="up and down"):
         split(made, 1, ("one", "other"))
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_loop_of_one_iteration_is_replaced_by_its_body(first: int) -> None:
+    module = base()
+    made = Builder(module.entry)
+    values = [vector(made, 2), vector(made, 3)]
+    one = counted(made, 1, values, first)
+    all_elements(made, [one])
+    before = result(module)
+    inline_single_trip(one)
+    assert not any(i.opcode == "while" for i in made.computation.instructions)
+    assert same(result(module), before)
+
+
+def test_a_loop_of_one_iteration_may_swap_its_elements() -> None:
+    """Results are then initial values, and one loop's results are another one's initial values."""
+    module = base()
+    made = Builder(module.entry)
+    loops, values = [], [vector(made, 2), vector(made, 3)]
+    for _ in range(2):
+        one = counted(made, 1, values)
+        root = one.called[0].root
+        root.operands = [root.operands[0], root.operands[2], root.operands[1]]
+        loops.append(one)
+        values = [made.element(one, 1), made.element(one, 2)]
+    all_elements(made, loops)
+    before = result(module)
+    for one in loops:
+        inline_single_trip(one)
+    assert same(result(module), before)
+
+
+@pytest.mark.parametrize("trips", [0, 2])
+def test_other_loops_are_not_replaced(trips: int) -> None:
+    module = base()
+    made = Builder(module.entry)
+    one = counted(made, trips, [vector(made, 2)])
+    all_elements(made, [one])
+    with pytest.raises(PassRefusal, match="not proved to run once"):
+        inline_single_trip(one)

@@ -24,6 +24,7 @@ from dhelix.tests.passes.sharding.states import programs
 from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
 
 STACK = [LAYERS, WIDTH, WIDTH]
+ROWS = P(None, "dp")
 type Sum = Callable[[jax.Array], jax.Array]
 
 
@@ -32,7 +33,7 @@ def mean(gradient: jax.Array) -> jax.Array:
 
 
 def program(
-    on: Mesh, spec: P = P(None, "dp"), over: Sum = mean, rows: Any = "dp"
+    on: Mesh, spec: P = ROWS, over: Sum = mean, rows: Any = "dp"
 ) -> tuple[jax.stages.Lowered, tuple[jax.Array, ...]]:
     """A step whose shard_map computes the gradients, and its arguments. `spec` splits the states."""
 

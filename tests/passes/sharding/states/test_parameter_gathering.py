@@ -20,11 +20,12 @@ from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
 
 ANY = ParameterGathering(least=0)
 SLOT = [1, WIDTH, WIDTH]
+ROWS = P(None, "dp")
 type Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def program(
-    loss: Loss = programs.stack, manual: bool = False, batches: int = 0, spec: P = P(None, "dp"), layers: int = LAYERS
+    loss: Loss = programs.stack, manual: bool = False, batches: int = 0, spec: P = ROWS, layers: int = LAYERS
 ) -> tuple[jax.stages.Lowered, tuple[jax.Array, ...]]:
     """A step with sharded states. With `batches`, a scan over micro-batches computes gradients."""
     on = programs.mesh(dp=4, tp=2)

@@ -17,6 +17,7 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
 from dhelix.tests.passes.sharding.states import programs
 from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
 
+ROWS = P(None, "dp")
 WHOLE, SPLIT = ((), (), ()), ((), ("dp",), ())
 EXPECTED = {
     WHOLE: 2,  # the parameter that the model reads, and the gradient as the loop over layers accumulates it
@@ -29,7 +30,7 @@ def step(w: jax.Array, m: jax.Array, x: jax.Array) -> Any:
     return *programs.momentum(w, m, gradient), jnp.sum(gradient * gradient)
 
 
-def arguments(spec: P = P(None, "dp"), **axes: int) -> tuple[jax.Array, ...]:
+def arguments(spec: P = ROWS, **axes: int) -> tuple[jax.Array, ...]:
     on = programs.mesh(**(axes or {"dp": 8}))
     size = LAYERS, WIDTH, WIDTH
     state = programs.placed(on, spec, *size), programs.placed(on, spec, *size, seed=1)
