@@ -90,7 +90,8 @@ def _stacks(state: Any) -> set[Any]:
     """The paths of arrays that stack layers along dimension 0.
 
     The nearest group of arrays decides: all of them have the same dimension 0, and at least one has three dimensions.
-    An array may be a group of its own.
+    An array of three dimensions without siblings counts as a stack: splitting layers would cost more than splitting
+    another dimension.
     """
     every = jax.tree_util.tree_leaves_with_path(state)
     leaves = [(path, np.shape(leaf)) for path, leaf in every if np.ndim(leaf)]
@@ -101,8 +102,10 @@ def _stacks(state: Any) -> set[Any]:
 
     def is_stack(path: Any) -> bool:
         outwards = [groups[path[:n]] for n in reversed(range(len(path)))]
-        group = next((group for group in outwards if len(group) > 1), [shapes[path]])
-        return max(map(len, group)) > 2 and len({shape[0] for shape in group}) == 1
+        group = next((group for group in outwards if len(group) > 1), [])
+        alike = len({shape[0] for shape in group}) == 1 and max(map(len, group)) > 2
+        alone = len(outwards[0]) == 1 if outwards else True
+        return alike or (alone and len(shapes[path]) > 2)
 
     return {path for path, shape in leaves if len(shape) > 1 and is_stack(path)}
 

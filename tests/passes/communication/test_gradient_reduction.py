@@ -99,10 +99,10 @@ def test_a_layer_is_reduced_in_the_iteration_after_its_own() -> None:
         lambda g: lax.pmean(jnp.cumsum(g, axis=0), "dp"),  # a layer's sum depends on other layers
         lambda g: lax.pmean(jnp.flip(g, 0), "dp"),
         lambda g: lax.pmean(g * jnp.arange(LAYERS, dtype=g.dtype)[:, None, None], "dp"),  # another factor per layer
-        lambda g: lax.psum_scatter(g, "dp", scatter_dimension=1, tiled=True).sum(1, keepdims=True) * jnp.ones_like(g),
+        lambda g: lax.psum_scatter(g, "dp", scatter_dimension=0, tiled=True).sum(0, keepdims=True) * jnp.ones_like(g),
         lambda g: lax.pmean(g.astype(jnp.bfloat16), "dp").astype(jnp.float32),
     ],
-    ids=["read twice", "sums over layers", "turned round", "scaled by layer", "reduce-scatter", "another type"],
+    ids=["read twice", "sums over layers", "turned round", "scaled by layer", "layers scattered", "another type"],
 )
 def test_what_is_no_such_reduction_stays(reduce: Reduce) -> None:
     new, report = reduced(lowered(reduce)[0])

@@ -140,7 +140,7 @@ def test_training_goes_on_from_the_same_plan_bit_for_bit() -> None:
 
 def test_a_state_that_is_not_placed_is_refused() -> None:
     case = case_of("dp 8")
-    with pytest.raises(DhelixError, match=re.escape("place it: state = dhelix.shard_state(state, plan)")):
+    with pytest.raises(DhelixError, match=re.escape("place it with dhelix.shard_state(state, plan)")):
         case.sharded("zero1", strict=True)(case.state(), case.batch())
 
 

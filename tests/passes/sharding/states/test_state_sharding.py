@@ -132,8 +132,7 @@ def test_accumulators_of_micro_batches_are_split_as_gradients_are() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (P(), "the state is whole on every device, but this plan splits it over dp; place it: state = "
-              "dhelix.shard_state(state, plan)"),
+        (P(), "no state is split over dp: place it with dhelix.shard_state(state, plan)"),
         (P(None, ("dp", "other")), "the state is split over dp, other, but this plan splits it over dp; place it"),
     ],
     ids=["not placed", "another plan"],
