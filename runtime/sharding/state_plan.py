@@ -165,7 +165,7 @@ def mesh_of(
     if isinstance(factors, str):
         if factors == "mics" and group is None:
             raise ShardingError('"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)')
-        factors = Factors.named(factors, Factor(count), group and Factor(group))
+        factors = Factors.named(factors, Factor(count), None if group is None else Factor(group))
     if factors.mesh.size != count:
         beside = f" beside {others}" if others else ""
         raise ShardingError(

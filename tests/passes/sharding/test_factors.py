@@ -43,4 +43,4 @@ def test_quotients():
     assert Factor(8, 4) / Factor(4, 1) == Factor(2, 4)
     assert Factor(8, 4) / ONE == Factor(8, 4)
     with pytest.raises(ShardingError, match="3x1 does not divide 8x1"):
-        Factor(8) / Factor(3)
+        _ = Factor(8) / Factor(3)

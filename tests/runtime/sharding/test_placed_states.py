@@ -116,7 +116,7 @@ def test_states_go_from_one_plan_to_another() -> None:
 
 def test_abstract_states_and_arrays_on_no_mesh() -> None:
     on = mesh(dp=8)
-    state = {"w": np.ones((16, 4), np.float32)}
+    state: Any = {"w": np.ones((16, 4), np.float32)}
     assert specs(jax.eval_shape(lambda: state), "zero1", on) == {"w": P("dp")}
     assert shard_state(state, "zero1", on)["w"].sharding.spec == P("dp")
 

@@ -118,7 +118,7 @@ def test_mistakes_are_explained(make: Callable[[], Any], said: str) -> None:
         (Factors(ONE), {"tp": 8}, {"dp": 1, "tp": 8}, SplitAxes(("dp",))),
     ],
 )  # fmt: skip
-def test_meshes_fit_their_plans(plan: Any, others: dict[str, int], axes: dict[str, int], split: SplitAxes) -> None:
+def test_meshes_fit_their_plans(plan: Any, others: dict[str, Any], axes: dict[str, int], split: SplitAxes) -> None:
     mesh, made = mesh_of(plan, **others)
     assert dict(mesh.shape) == axes
     found = made.on(mesh.shape)

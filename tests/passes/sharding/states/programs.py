@@ -78,7 +78,8 @@ def sizes(lowered: jax.stages.Lowered, opcode: str) -> list[list[int]]:
 
 def partitioned(lowered: jax.stages.Lowered) -> HloModule:
     """The program as the partitioner and all other passes of XLA leave it."""
-    (compiled,) = lowered.compile().runtime_executable().hlo_modules()
+    executable: Any = lowered.compile().runtime_executable()
+    (compiled,) = executable.hlo_modules()
     return HloModule.from_bytes(compiled.as_serialized_hlo_module_proto())
 
 

@@ -49,7 +49,7 @@ def test_gradients_new_states_and_gathered_parameters_are_constrained() -> None:
 
 
 def test_a_constraint_changes_no_value_and_states_stay_where_they_are() -> None:
-    given = arguments()
+    given: Any = arguments()
     lowered = jax.jit(step).lower(*given)
     after, _ = programs.changed(lowered, programs.state_sharding())
     found = after.compile()(*given)
