@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dhelix.errors import DhelixError
 from dhelix.launch.fold.times import Times
 from dhelix.launch.shown import figures
 from dhelix.launch.shown.figures import FAINT, GREY, INK
@@ -184,25 +183,9 @@ def save(drawn: FoldChart, path: str | Path) -> None:
     Raises:
       DhelixError: the name has another ending, matplotlib is missing, or the file cannot be written.
     """
-    kind = Path(path).suffix.lower()
-    if kind not in (".png", ".svg"):
-        raise DhelixError(f"{path}: charts are .png or .svg files; give such a name")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
-    style: Any = {
-        "font.size": 9,
-        "font.family": "DejaVu Sans",
-        "text.color": INK,
-        "axes.edgecolor": GREY,
-        "xtick.color": GREY,
-        "ytick.color": INK,
-        "svg.hashsalt": "dhelix",
-    }
-    metadata = {"Software": None} if kind == ".png" else {"Date": None, "Creator": None}
-    with matplotlib.rc_context(style):
+    metadata = figures.chart_metadata(path)
+    colours = {"axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": INK}
+    with figures.drawing({"font.size": 9, "svg.hashsalt": "dhelix", **colours}) as Figure:
         usual = statistics.median(block.end - block.start for block in drawn.blocks)
         width = min(max(_BLOCK * drawn.end / usual + _MARGIN, _INCHES[0]), _INCHES[1])
         row = 0.62 if len(drawn.rows) <= 4 else 0.52

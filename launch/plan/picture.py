@@ -233,14 +233,7 @@ def _shape(key: Key | None) -> str:
 
 def save_png(drawn: PlanPicture, path: str | Path) -> None:
     """Draws the picture. Raises DhelixError if matplotlib is missing or the file cannot be written."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
-    with matplotlib.rc_context(
-        {"font.size": 9.5, "font.family": "DejaVu Sans", "text.color": INK, "hatch.linewidth": 1.1}
-    ):
+    with figures.drawing({"font.size": 9.5, "hatch.linewidth": 1.1}) as Figure:
         heights = [_ROW_INCHES[len(panel.rows)] for panel in drawn.panels]
         size = _INCHES, sum(heights) + 0.75 * len(heights) + 1.0
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")

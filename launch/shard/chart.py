@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dhelix.errors import DhelixError
 from dhelix.launch.shard.view import ShardView
 from dhelix.launch.shown import figures
 from dhelix.launch.shown.figures import EXPOSED, GREY, INK
@@ -48,17 +47,8 @@ def save(view: ShardView, path: str | Path, title: str) -> None:
     Raises:
       DhelixError: the name has another ending, matplotlib is missing, or the file cannot be written.
     """
-    ending = Path(path).suffix.lower()
-    if ending not in (".png", ".svg"):
-        raise DhelixError(f"{path}: charts are .png or .svg files; give such a name")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
-    style: Any = {"font.size": 9, "font.family": "DejaVu Sans", "text.color": INK, "svg.hashsalt": "dhelix"}
-    metadata = {"Software": None} if ending == ".png" else {"Date": None, "Creator": None}
-    with matplotlib.rc_context(style):
+    metadata = figures.chart_metadata(path)
+    with figures.drawing({"font.size": 9, "svg.hashsalt": "dhelix"}) as Figure:
         figure = Figure(figsize=(9.0, 5.5), dpi=160, layout="constrained")
         axis = figure.subplots()
         _draw(axis, view)

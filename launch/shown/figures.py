@@ -1,11 +1,12 @@
-"""What all pictures share: colours and words for them, short names of collectives, and a function that saves."""
+"""What all pictures share: colours and words for them, short names of collectives, and functions that draw and save."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dhelix.errors import DhelixError
 
@@ -25,6 +26,38 @@ SHORT: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 _NO_VERSION: Mapping[str, None] = MappingProxyType({"Software": None})
+
+
+@contextlib.contextmanager
+def drawing(style: Mapping[str, Any]) -> Iterator[type[Figure]]:
+    """Gives matplotlib's class of figures, with the style of all pictures while they are drawn.
+
+    Args:
+      style: matplotlib's parameters, such as "font.size", beside those that all pictures share.
+
+    Raises:
+      DhelixError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
+    shared: Any = {"font.family": "DejaVu Sans", "text.color": INK, **style}
+    with matplotlib.rc_context(shared):
+        yield Figure
+
+
+def chart_metadata(path: str | Path) -> Mapping[str, str | None]:
+    """The metadata for `save` that make equal charts equal files.
+
+    Raises:
+      DhelixError: the name of the file ends neither in .png nor in .svg.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in (".png", ".svg"):
+        raise DhelixError(f"{path}: charts are .png or .svg files; give such a name")
+    return _NO_VERSION if ending == ".png" else {"Date": None, "Creator": None}
 
 
 def save(

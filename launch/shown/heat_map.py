@@ -104,12 +104,6 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
     Raises:
       DhelixError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.colors import TwoSlopeNorm
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
     rows, columns = len(drawn.rows), len(drawn.columns)
     name_lines = [line for name in drawn.columns for line in name.split("\n")]
     name_length = (max(map(len, name_lines)) + 1) * _CHARACTER
@@ -118,7 +112,9 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
     width = max(map(len, drawn.rows)) * _CHARACTER + 2 * side + 1.8
     least = max(len(drawn.title) * 0.105, len(_FOOTNOTE) * _CHARACTER)
     height = rows * _CELL_HEIGHT + (name_length if turned else 0.6) + 1.3
-    with matplotlib.rc_context({"font.size": 8.5, "font.family": "DejaVu Sans", "text.color": INK}):
+    with figures.drawing({"font.size": 8.5}) as Figure:
+        from matplotlib.colors import TwoSlopeNorm
+
         figure = Figure(figsize=(max(width, least), height), dpi=_DPI, layout="constrained")
         axes = figure.subplots(1, len(ORDERS), sharey=True)
         norm = TwoSlopeNorm(0.0, _LOWEST, _HIGHEST)

@@ -114,14 +114,9 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
     """
     if not any(picture.bars for picture in pictures):
         raise DhelixError("the timeline is empty, so there is nothing to draw")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
     zoomed = [picture for picture in pictures if picture.zoom]
     rows = [*(sum(0.55 for _ in p.lanes) + 0.55 for p in (*pictures, *zoomed))]
-    with matplotlib.rc_context({"font.size": 9.5, "font.family": "DejaVu Sans", "text.color": INK}):
+    with figures.drawing({"font.size": 9.5}) as Figure:
         figure = Figure(figsize=(_WIDTH, sum(rows) + 1.15 + 0.3 * bool(headline)), dpi=_DPI, layout="constrained")
         axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
         span = max(picture.end for picture in pictures)
