@@ -35,7 +35,6 @@ communication. Megatron and DDP overlap it in the same way.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.collectives import device_groups
@@ -49,7 +48,7 @@ from dhelix.passes.hlo.constraints import mesh_size
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants, tied
 from dhelix.passes.hlo.loop_state import add_element, split
-from dhelix.passes.hlo.stacks import slots_changed
+from dhelix.passes.hlo.stacks import one_slot, slot_at, slots_changed
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
 
@@ -286,7 +285,7 @@ def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) ->
     builder, users = Builder(body), body.users()
     reads = [read for read, k in WhileLoop(loop).reads.items() if k == one.element]
     place = [previous, *one.write.operands[3:]]
-    slot, held = builder.barrier([_slot(builder, reads[0], place), reads[0]])
+    slot, held = builder.barrier([slot_at(builder, reads[0], place), reads[0]])
     for read in reads:
         for user in users[read]:
             user.operands = [held if o is read else o for o in user.operands]
@@ -313,7 +312,7 @@ def _reduce_last(computation: Computation, one: _Reduction, sums: Instruction | 
     builder = Builder(computation)
     zero = [builder.scalar(0, o.shape.element_type) for o in one.write.operands[3:]]
     place = [builder.scalar(one.slots[-1], one.write.operands[2].shape.element_type), *zero]
-    reduced = _reduced(builder, one, _slot(builder, one.result, place), lambda value: value)
+    reduced = _reduced(builder, one, slot_at(builder, one.result, place), lambda value: value)
     if sums is not None:
         place = place[: len(sums.shape.dimensions)]
     stack = one.result if sums is None else sums
@@ -322,11 +321,6 @@ def _reduce_last(computation: Computation, one: _Reduction, sums: Instruction | 
         ranges = [{"start": 0, "limit": size, "stride": 1} for size in one.collective.shape.dimensions]
         written = builder.make("slice", one.collective.shape, [written], slice_dimensions=ranges)
     replace_uses(computation, one.collective, written)
-
-
-def _slot(builder: Builder, stack: Instruction, place: list[Instruction]) -> Instruction:
-    shape = _of_slot(stack.shape)
-    return builder.make("dynamic-slice", shape, [stack, *place], dynamic_slice_sizes=list(shape.dimensions))
 
 
 def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scalar) -> Instruction:
@@ -338,14 +332,7 @@ def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scala
                 number = scalar(operand.operands[0] if operand.opcode == "broadcast" else operand)
                 known[operand] = number
                 if operand.opcode == "broadcast":
-                    known[operand] = builder.make("broadcast", _of_slot(operand.shape), [number])
+                    known[operand] = builder.make("broadcast", one_slot(operand.shape), [number])
         known[step] = builder.copy(step, [known[o] for o in step.operands])
-        known[step].proto.shape.CopyFrom(_of_slot(step.shape))
+        known[step].proto.shape.CopyFrom(one_slot(step.shape))
     return known[one.collective]
-
-
-def _of_slot(stack: Any) -> Any:
-    shape = type(stack)()
-    shape.CopyFrom(stack)
-    shape.dimensions[0] = 1
-    return shape

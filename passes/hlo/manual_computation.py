@@ -83,6 +83,8 @@ class ManualComputation:
 def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
     """Groups of devices of mesh `name`. The devices of a group differ only in their coordinates along `axes`.
 
+    The devices of a group are ordered by these coordinates, and the first axis is the major one.
+
     Raises PassRefusal if the module does not declare these axes of the mesh.
     """
     mesh = mesh_axes(module, name)
@@ -90,10 +92,12 @@ def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
         raise PassRefusal(f"the module does not declare axes {', '.join(axes)} of mesh {name}")
     listed = re.search(r"device_ids=\[([^\]]*)\]", meshes(module).get(name, ""))
     ids = map(int, listed[1].split(",")) if listed else range(math.prod(mesh.values()))
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
     for place, device in zip(itertools.product(*map(range, mesh.values())), ids, strict=True):
-        groups.setdefault(tuple(n for n, axis in zip(place, mesh, strict=True) if axis not in axes), []).append(device)
-    return list(groups.values())
+        at = dict(zip(mesh, place, strict=True))
+        others = tuple(n for axis, n in at.items() if axis not in axes)
+        groups.setdefault(others, []).append((tuple(at[axis] for axis in axes), device))
+    return [[device for _, device in sorted(group)] for group in groups.values()]
 
 
 def is_manual(call: Instruction) -> bool:

@@ -242,6 +242,20 @@ def write_slot(builder: Builder, whole: Instruction, part: Instruction, index: I
     return builder.make("dynamic-update-slice", whole.shape, [whole, slot, *at])
 
 
+def one_slot(stack: Any) -> Any:
+    """The shape of one slot of a stack, which keeps its dimension 0, of size 1."""
+    shape = type(stack)()
+    shape.CopyFrom(stack)
+    shape.dimensions[0] = 1
+    return shape
+
+
+def slot_at(builder: Builder, whole: Instruction, place: Sequence[Instruction]) -> Instruction:
+    """Reads the slot of the stack `whole` at the indices `place`. Returns an array of the shape `one_slot`."""
+    shape = one_slot(whole.shape)
+    return builder.make("dynamic-slice", shape, [whole, *place], dynamic_slice_sizes=list(shape.dimensions))
+
+
 def static_slot(builder: Builder, whole: Instruction, index: int) -> Instruction:
     """Reads slot `index`, known at compile time, of the stack `whole`."""
     sizes = whole.shape.dimensions[1:]

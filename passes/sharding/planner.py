@@ -4,7 +4,7 @@
     planned.best.factors                    # parameters 1x1, gradients 1x1, optimizer 8x1 of 8x128
     planned.why(planned.candidates[1])      # '0.12 s longer, most of it broadcast (+0.11 s)'
 
-All admissible factors are tried (`factors.admissible`): 132 for 128 nodes of 8 GPUs. Brute force is enough, as the
+All admissible factors are tried (`factors.admissible`): 121 for 128 nodes of 8 GPUs. Brute force is enough, as the
 paper says. Candidates that need more memory than the limit are left out (its inequality 2).
 
 The paper minimises T, the sum of all collectives (`objective="total"`). That counts communication that compute hides,

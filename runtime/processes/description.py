@@ -43,7 +43,7 @@ _FLAG_ADVICE = "Give every process the same XLA options"
 _SHAPE_ADVICE = "Give the step arguments of the same shapes on every host, also for the last batch"
 _CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
 
-_ALWAYS = ("microbatches", "reduce", "pipeline")  # options that also apply with DHELIX=off
+_ALWAYS = ("microbatches", "reduce", "pipeline", "sharding")  # options that also apply with DHELIX=off
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # XLA flags that each host may set for itself: where files are written or kept, and how many threads compile.
 _OWN_FLAGS = re.compile(

@@ -18,13 +18,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, device_groups, free_channel
-from dhelix.passes.hlo import Builder, HloModule, Instruction
-from dhelix.passes.hlo.constraints import Axes, Split, mesh_axes, meshes, splits, stated
-from dhelix.passes.hlo.edit import TO_GLOBAL, drop_dead, replace_uses
-from dhelix.passes.hlo.manual_computation import ManualComputation, manual_computations
+from dhelix.passes.hlo import Builder, Computation, Instruction
+from dhelix.passes.hlo.constraints import Axes, Split, mesh_axes, splits, stated
+from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
+from dhelix.passes.hlo.manual_computation import ManualComputation, groups_over, manual_computations
 
 _IN, _OUT = "xla.sdy.in_shardings", "xla.sdy.out_shardings"
 _SCALED = frozenset("multiply divide convert".split())
@@ -50,91 +51,145 @@ class _Shards:
         return found[0] if len(found) == 1 else None
 
 
-def enter_split(whole: Instruction) -> int:
-    """Lets a parameter enter shard_maps in shards. Returns the number of shard_maps that gather it themselves.
+class ManualStates:
+    """The shard_maps of a program, while the states that they take and return are sharded.
 
-    Args:
-      whole: the sharding constraint that would gather the parameter.
+    Every shard_map is changed once, by `finish`, however many states it takes.
     """
-    entry, (state,) = whole.computation, whole.operands
-    sharded = stated(state)
-    readers = entry.users()[whole]
-    if sharded is None or any(reader.opcode != "custom-call" for reader in readers):
-        return 0
-    changed = 0
-    for manual in manual_computations(entry):
-        edge = manual.to_local
-        if edge not in readers:
-            continue
-        for k in [k for k, operand in enumerate(edge.operands) if operand is whole]:
-            changed += _enter(manual, edge, k, state, sharded)
-    return changed
 
+    def __init__(self, entry: Computation) -> None:
+        self.manuals = manual_computations(entry)
+        self._module = entry.module
+        self._channels = itertools.count(free_channel(entry.module))
+        self._users = {manual.body: manual.body.users() for manual in self.manuals}
+        self._taken = {manual.body: _taken(manual) for manual in self.manuals}
+        self._given = {manual.body: manual.results for manual in self.manuals}
+        self._gathered: dict[Computation, dict[Instruction, Instruction]] = {}  # parameters of bodies -> all-gathers
+        self._scattered: set[Computation] = set()
 
-def _enter(manual: ManualComputation, edge: Instruction, k: int, state: Instruction, sharded: Split) -> bool:
-    module = edge.computation.module
-    before = splits(edge.proto.frontend_attributes.map[_IN])[k]
-    shards = _Shards.between(before, sharded, mesh_axes(module, before.mesh))
-    if shards is None or not set(shards.axes) <= set(manual.axis_names):
-        return False
-    numbers = [n for n, operand in enumerate(manual.call.operands) if _index(operand) == k]
-    for number in numbers:
-        parameter = manual.body.parameters[number]
-        builder = Builder(manual.body)
-        local = type(parameter.shape)()
-        local.CopyFrom(parameter.shape)
-        for value in (parameter, manual.call.operands[number]):
-            _shrink(value.shape, shards)
-        gathered = builder.make(
-            "all-gather", local, [], channel_id=free_channel(module), use_global_device_ids=True,
+    def enter(self, whole: Instruction, readers: Sequence[Instruction]) -> None:
+        """Lets a parameter enter shard_maps in shards, unless other instructions read it, too.
+
+        Args:
+          whole: the sharding constraint that would gather the parameter.
+          readers: the instructions that read `whole`.
+        """
+        (state,) = whole.operands
+        sharded = stated(state)
+        if sharded is None or any(reader.opcode != "custom-call" for reader in readers):
+            return
+        for manual in self.manuals:
+            edge = manual.to_local
+            if edge is not None and edge in readers:
+                for k in [k for k, operand in enumerate(edge.operands) if operand is whole]:
+                    self._enter(manual, edge, k, state, sharded)
+
+    def _enter(self, manual: ManualComputation, edge: Instruction, k: int, state: Instruction, sharded: Split) -> None:
+        before = self._taken[manual.body][k]
+        shards = _Shards.between(before, sharded, mesh_axes(self._module, before.mesh))
+        if shards is None or not set(shards.axes) <= set(manual.axis_names):
+            return
+        gathered = self._gathered.setdefault(manual.body, {})
+        for number, operand in enumerate(manual.call.operands):
+            if _index(operand) == k:
+                parameter = manual.body.parameters[number]
+                gathered[parameter] = self._all_gather(parameter, shards, before.mesh)
+                gathered[parameter].proto.metadata.CopyFrom(state.proto.metadata)
+                for value in (parameter, operand):
+                    _shrink(value.shape, shards)
+        edge.operands[k] = state
+        if edge.shape.tuple_shapes:
+            _shrink(edge.shape.tuple_shapes[k], shards)
+        _restate(edge, _IN, k, sharded)
+
+    def _all_gather(self, parameter: Instruction, shards: _Shards, mesh: str) -> Instruction:
+        """Appends the all-gather that makes `parameter` whole. `finish` gives it to the readers of `parameter`."""
+        made = Builder(parameter.computation).make(
+            "all-gather", parameter.shape, [parameter], channel_id=next(self._channels), use_global_device_ids=True,
             dimensions=[shards.dimension],
         )  # fmt: skip
-        _set_groups(gathered, _ordered_groups(module, before.mesh, shards.axes))
-        replace_uses(manual.body, parameter, gathered)
-        gathered.operands = [parameter]
-        gathered.proto.metadata.CopyFrom(state.proto.metadata)
-        manual.body.sort()
-    edge.operands[k] = state
-    if edge.shape.tuple_shapes:
-        _shrink(edge.shape.tuple_shapes[k], shards)
-    _restate(edge, _IN, k, sharded)
-    return True
+        _set_groups(made, groups_over(self._module, mesh, shards.axes))
+        return made
+
+    def leave(self, value: Instruction, sharded: Split) -> bool:
+        """Lets a gradient leave a shard_map in shards, if the shard_map sums it over the devices that hold the shards.
+
+        Args:
+          value: the gradient, as the shard_map returns it.
+          sharded: how it is split afterwards.
+
+        Returns:
+          Whether it does.
+        """
+        edge = value.operands[0] if value.opcode == "get-tuple-element" else value
+        manual = next((one for one in self.manuals if one.to_global is edge), None)
+        if manual is None or manual.body.root.opcode != "tuple":
+            return False
+        k, root = _index(value), manual.body.root
+        position, before = self._given[manual.body][k]
+        shards = _Shards.between(before, sharded, mesh_axes(self._module, before.mesh))
+        if shards is None or not set(shards.axes) <= set(manual.axis_names):
+            return False
+        chain = _scaled_sum(root.operands[position], self._users[manual.body])
+        axes = _axes_of(chain[-1], manual, before.mesh) if chain else None
+        if axes is None or not set(shards.axes) <= set(axes):
+            return False
+        copies = tuple(axis for axis in axes if axis not in shards.axes)
+        root.operands[position] = self._scatter(chain, shards, copies, before.mesh)
+        held = [root.shape.tuple_shapes[position], manual.call.shape.tuple_shapes[position]]
+        for shape in [*held, *(o.shape for o in edge.operands if _index(o) == position)]:
+            _shrink(shape, shards)
+        _restate(edge, _OUT, k, sharded)
+        self._scattered.add(manual.body)
+        return True
+
+    def _scatter(self, chain: list[Instruction], shards: _Shards, copies: Axes, mesh: str) -> Instruction:
+        """The chain of `_scaled_sum` on shards: a reduce-scatter, an all-reduce over the copies, and the scaling."""
+        *scaling, total = chain
+        builder = Builder(total.computation)
+        made = builder.copy(total, total.operands)
+        made.proto.opcode = "reduce-scatter"
+        made.proto.dimensions.append(shards.dimension)
+        self._sum_over(made, shards, mesh, shards.axes)
+        if copies:
+            made = builder.copy(total, [made])
+            self._sum_over(made, shards, mesh, copies)
+        for step in reversed(scaling):
+            numbers = [builder.copy(o, o.operands) for o in step.operands[1:]]
+            made = builder.copy(step, [made, *numbers])
+            for value in (made, *numbers):
+                _shrink(value.shape, shards)
+        return made
+
+    def _sum_over(self, made: Instruction, shards: _Shards, mesh: str, axes: Axes) -> None:
+        made.proto.channel_id = next(self._channels)
+        _set_groups(made, groups_over(self._module, mesh, axes))
+        _shrink(made.shape, shards)
+
+    def finish(self) -> None:
+        """Gives gathered parameters to their readers, and drops the reductions of whole gradients.
+
+        Other passes would take such a reduction for a reader of the gradient.
+        """
+        for manual in self.manuals:
+            gathered = self._gathered.get(manual.body, {})
+            replace_all_uses(manual.body, gathered)
+            for parameter, made in gathered.items():
+                made.operands = [parameter]
+            manual.body.sort()
+            if manual.body in self._scattered:
+                drop_dead(manual.body)
 
 
-def leave_split(value: Instruction, sharded: Split) -> bool:
-    """Lets a gradient leave a shard_map in shards, if the shard_map sums it over the devices that hold the shards.
-
-    Args:
-      value: the gradient, as the shard_map returns it.
-      sharded: how it is split afterwards.
-    """
-    edge = value.operands[0] if value.opcode == "get-tuple-element" else value
-    if edge.opcode != "custom-call" or edge.proto.custom_call_target != TO_GLOBAL:
-        return False
-    manual = next(one for one in manual_computations(value.computation) if one.to_global is edge)
-    module, k = edge.computation.module, _index(value)
-    position, before = manual.results[k]
-    shards = _Shards.between(before, sharded, mesh_axes(module, before.mesh))
-    root = manual.body.root
-    if shards is None or not set(shards.axes) <= set(manual.axis_names) or root.opcode != "tuple":
-        return False
-    chain = _scaled_sum(root.operands[position])
-    axes = _axes_of(chain[-1], manual, before.mesh) if chain else None
-    if axes is None or not set(shards.axes) <= set(axes):
-        return False
-    root.operands[position] = _scattered(chain, shards, [a for a in axes if a not in shards.axes], before.mesh)
-    held = [root.shape.tuple_shapes[position], manual.call.shape.tuple_shapes[position]]
-    for shape in [*held, *(o.shape for o in edge.operands if _index(o) == position)]:
-        _shrink(shape, shards)
-    _restate(edge, _OUT, k, sharded)
-    drop_dead(manual.body)  # the all-reduce of the whole gradient, which other passes would take for a reader
-    manual.body.sort()
-    return True
+def _taken(manual: ManualComputation) -> list[Split]:
+    """How each operand of a shard_map is split."""
+    edge = manual.to_local
+    return [] if edge is None else splits(edge.proto.frontend_attributes.map[_IN])
 
 
-def _scaled_sum(value: Instruction) -> list[Instruction]:
+def _scaled_sum(value: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> list[Instruction]:
     """The operations with scalars that make `value` from an all-reduce, last first, and the all-reduce; or nothing."""
-    users, chain = value.computation.users(), []
+    chain = []
     while len(users[value]) == 1:
         chain.append(value)
         if value.opcode == "all-reduce":
@@ -146,29 +201,6 @@ def _scaled_sum(value: Instruction) -> list[Instruction]:
     return []
 
 
-def _scattered(chain: list[Instruction], shards: _Shards, rest: list[str], mesh: str) -> Instruction:
-    """The chain of `_scaled_sum` on shards: a reduce-scatter, an all-reduce over `rest`, and the scaling."""
-    *scaling, total = chain
-    builder, module = Builder(total.computation), total.computation.module
-    made = builder.copy(total, total.operands)
-    made.proto.opcode = "reduce-scatter"
-    made.proto.dimensions.append(shards.dimension)
-    made.proto.channel_id = free_channel(module)
-    _set_groups(made, _ordered_groups(module, mesh, shards.axes))
-    _shrink(made.shape, shards)
-    if rest:
-        made = builder.copy(total, [made])
-        _shrink(made.shape, shards)
-        made.proto.channel_id = free_channel(module)
-        _set_groups(made, _ordered_groups(module, mesh, tuple(rest)))
-    for step in reversed(scaling):
-        numbers = [builder.copy(o, o.operands) for o in step.operands[1:]]
-        made = builder.copy(step, [made, *numbers])
-        for value in (made, *numbers):
-            _shrink(value.shape, shards)
-    return made
-
-
 def _axes_of(total: Instruction, manual: ManualComputation, mesh: str) -> Axes | None:
     """The manual axes over which an all-reduce sums; None if its groups are not those of mesh axes."""
     module = total.computation.module
@@ -176,22 +208,9 @@ def _axes_of(total: Instruction, manual: ManualComputation, mesh: str) -> Axes |
     names = manual.axis_names
     for count in range(len(names) + 1):
         for axes in itertools.combinations(names, count):
-            if {frozenset(group) for group in _ordered_groups(module, mesh, axes)} == groups:
+            if {frozenset(group) for group in groups_over(module, mesh, axes)} == groups:
                 return axes
     return None
-
-
-def _ordered_groups(module: HloModule, mesh: str, axes: Axes) -> list[list[int]]:
-    """Groups of devices that differ along `axes` (in quotes), each ordered by them, the first axis as the major one."""
-    sizes = mesh_axes(module, mesh)
-    listed = re.search(r"device_ids=\[([^\]]*)\]", meshes(module)[mesh])
-    ids = list(map(int, listed[1].split(","))) if listed else list(range(math.prod(sizes.values())))
-    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-    for place, device in zip(itertools.product(*map(range, sizes.values())), ids, strict=True):
-        at = dict(zip(sizes, place, strict=True))
-        others = tuple(at[axis] for axis in sizes if axis not in axes)
-        groups.setdefault(others, []).append((tuple(at[axis] for axis in axes), device))
-    return [[device for _, device in sorted(group)] for group in groups.values()]
 
 
 def _set_groups(collective: Instruction, groups: list[list[int]]) -> None:

@@ -12,11 +12,12 @@ element. The conversion happens once per step instead of once per read, with the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dhelix.passes.hlo import Builder, Instruction, shapes
+from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
 from dhelix.passes.hlo.constraints import constrained, is_sharding_constraint, stated
-from dhelix.passes.hlo.edit import TO_LOCAL, replace_uses
+from dhelix.passes.hlo.edit import TO_LOCAL
 from dhelix.passes.hlo.manual_computation import is_manual
 
 _MOVES = frozenset("copy dynamic-slice gather reshape slice transpose".split())
@@ -25,28 +26,39 @@ type Users = dict[Instruction, list[Instruction]]
 type Element = tuple[Instruction, int]
 
 
-def narrow(gathered: Instruction) -> bool:
-    """Converts the operand of `gathered`, a sharding constraint on a parameter. Returns whether anything changed."""
-    reads = _Reads()
-    if not reads.follow(gathered) or len(reads.types) != 1:
-        return False
-    (narrower,) = reads.types
-    if shapes.byte_size(shapes.scalar(narrower)) >= shapes.byte_size(shapes.scalar(gathered.shape.element_type)):
-        return False
-    (state,) = gathered.operands
-    builder = Builder(gathered.computation)
-    converted = builder.make("convert", shapes.array(narrower, state.shape.dimensions), [state])
-    split = stated(state)
-    if split is not None:  # otherwise the partitioner may gather first
-        converted = constrained(builder, converted, split.over, split.mesh, {})
-    gathered.operands = [converted]
-    for carrier in (gathered, *reads.carriers):
-        carrier.proto.shape.element_type = narrower
-    for holder, element in reads.elements:
-        holder.shape.tuple_shapes[element].element_type = narrower
-    for convert in reads.converts:
-        replace_uses(convert.computation, convert, convert.operands[0])
-    return True
+class Narrowing:
+    """Narrows the parameters of one program. The ways of different parameters do not meet, so users stay known."""
+
+    def __init__(self) -> None:
+        self._users: dict[Computation, Users] = {}
+
+    def narrow(self, gathered: Instruction, readers: Sequence[Instruction]) -> bool:
+        """Converts the operand of `gathered`, if its readers allow it. Returns whether they do.
+
+        Args:
+          gathered: a sharding constraint on a parameter.
+          readers: the instructions that read `gathered`.
+        """
+        reads = _Reads(self._users)
+        if not reads.all_convert(gathered, readers) or len(reads.types) != 1:
+            return False
+        (narrower,) = reads.types
+        if shapes.byte_size(shapes.scalar(narrower)) >= shapes.byte_size(shapes.scalar(gathered.shape.element_type)):
+            return False
+        (state,) = gathered.operands
+        builder = Builder(gathered.computation)
+        converted = builder.make("convert", shapes.array(narrower, state.shape.dimensions), [state])
+        split = stated(state)
+        if split is not None:  # otherwise the partitioner may gather first
+            converted = constrained(builder, converted, split.over, split.mesh, {})
+        gathered.operands = [converted]
+        for carrier in (gathered, *reads.carriers):
+            carrier.proto.shape.element_type = narrower
+        for holder, element in reads.elements:
+            holder.shape.tuple_shapes[element].element_type = narrower
+        for convert in reads.converts:
+            reads.drop(convert)
+        return True
 
 
 @dataclass
@@ -54,19 +66,32 @@ class _Reads:
     """The readers of a value, through loops, barriers and shard_maps.
 
     Attributes:
+      users: the users of instructions, for each computation that was asked for.
       carriers: instructions that move elements of the value.
       elements: tuples that hold the value, each with the index of its element.
       converts: the conversions at the end of all ways.
       types: the element types to which they convert.
     """
 
+    users: dict[Computation, Users]
     carriers: dict[Instruction, None] = field(default_factory=dict)
     elements: dict[Element, None] = field(default_factory=dict)
     converts: dict[Instruction, None] = field(default_factory=dict)
     types: set[int] = field(default_factory=set)
-    _users: dict[object, Users] = field(default_factory=dict)
 
-    def follow(self, value: Instruction, kept: int | None = None) -> bool:
+    def all_convert(self, value: Instruction, readers: Sequence[Instruction]) -> bool:
+        """Records the ways of `value` from its readers on. Returns False if one needs the value in its own type."""
+        return all(self._reader(reader, value, None) for reader in readers)
+
+    def drop(self, convert: Instruction) -> None:
+        """Lets the readers of a conversion read its operand, which has the narrower type by now."""
+        (source,) = convert.operands
+        for user in self._of(convert):
+            user.operands = [source if operand is convert else operand for operand in user.operands]
+        if convert.computation.root is convert:
+            convert.computation.root = source
+
+    def _follow(self, value: Instruction, kept: int | None = None) -> bool:
         """Records the readers of `value`. Returns False if one of them needs the value in its own type.
 
         Args:
@@ -87,7 +112,7 @@ class _Reads:
             return True
         if user.opcode in _MOVES or is_sharding_constraint(user):
             self.carriers[user] = None
-            return places == [0] and self.follow(user)
+            return places == [0] and self._follow(user)
         if user.opcode == "tuple" and user is not user.computation.root:
             holders = self._of(user)
             return all(self._held(holder, k, user) for holder in holders for k in places)
@@ -104,24 +129,27 @@ class _Reads:
         if holder.opcode not in ("while", "opt-barrier", "custom-call"):
             return False
         self.elements.update(dict.fromkeys([(holder, element), *([] if given is None else [(given, element)])]))
-        inside = []
+        inside: list[bool] = []
         for called in holder.called if holder.opcode == "while" else ():
             (state,) = called.parameters
             self.elements[state, element] = None
             inside.append(all(self._moved(read, element) for read in self._of(state) if read.tuple_index == element))
             if called is holder.called[0]:
                 self.elements[called.root, element] = None
-                carried = called.root.opcode == "tuple" and called.root.operands[element]
-                inside.append(carried and carried.opcode == "get-tuple-element" and carried.tuple_index == element)
+                inside.append(called.root.opcode == "tuple" and _is_element(called.root.operands[element], element))
         after = [self._moved(read) for read in self._of(holder) if read.tuple_index == element]
         return all(inside) and all(after)
 
     def _moved(self, value: Instruction, kept: int | None = None) -> bool:
         self.carriers[value] = None
-        return self.follow(value, kept)
+        return self._follow(value, kept)
 
     def _of(self, value: Instruction) -> list[Instruction]:
         computation = value.computation
-        if computation not in self._users:
-            self._users[computation] = computation.users()
-        return self._users[computation][value]
+        if computation not in self.users:
+            self.users[computation] = computation.users()
+        return self.users[computation][value]
+
+
+def _is_element(value: Instruction, element: int) -> bool:
+    return value.opcode == "get-tuple-element" and value.tuple_index == element

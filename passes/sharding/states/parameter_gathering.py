@@ -38,7 +38,7 @@ from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.graph import ancestors
 from dhelix.passes.hlo.loop_state import add_element, inline_single_trip, split
 from dhelix.passes.hlo.loops import proved_trip_count
-from dhelix.passes.hlo.stacks import slot_reads
+from dhelix.passes.hlo.stacks import slot_at, slot_reads
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,8 @@ def _use(loop: Instruction, one: _Gather, ready: Instruction) -> None:
 
 def _slot(builder: Builder, one: _Gather, shards: Instruction, index: Instruction) -> Instruction:
     """All-gathers slot `index` of a stack of shards, as an array whose dimension 0 has size 1."""
-    shape = type(shards.shape)()
-    shape.CopyFrom(shards.shape)
-    shape.dimensions[0] = 1
-    zeros = [builder.scalar(0, index.shape.element_type)] * (len(shape.dimensions) - 1)
-    part = builder.make("dynamic-slice", shape, [shards, index, *zeros], dynamic_slice_sizes=list(shape.dimensions))
+    zeros = [builder.scalar(0, index.shape.element_type)] * (len(shards.shape.dimensions) - 1)
+    part = slot_at(builder, shards, [index, *zeros])
     split = stated(one.gather.operands[0]) if is_sharding_constraint(one.gather) else None
     if split is not None:  # otherwise the partitioner gathers the whole stack, and slices it then
         part = constrained(builder, part, split.over, split.mesh, {})

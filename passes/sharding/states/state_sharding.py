@@ -17,13 +17,16 @@ Contract
     Consumes  a step whose state is an argument and a result, with arguments that are split over data-parallel mesh axes
               (`shard_state`). An *update* is the part of the program from which a new state is computed element by
               element. The pass finds it backwards from the results.
-    Makes     sharding constraints, and nothing else: on the inputs of updates, on new states, and on parameters where
-              the model reads them. A state that is read outside of updates is a parameter. With `gradients` split over
-              more axes than `parameters`, the accumulators of a loop over micro-batches are split over them, too.
-    Leaves    results that are not computed from a placed state; programs that were lowered for GSPMD. Refuses a program
-              without any placed state.
+    Makes     sharding constraints on the inputs of updates, on new states, and on parameters where the model reads
+              them. A state that is read outside of updates is a parameter. With `gradients` split over more axes than
+              `parameters`, the accumulators of a loop over micro-batches are split over them, too. Parameters are
+              converted before they are gathered, if all readers convert them (`narrow_reads.py`). A shard_map gathers
+              and reduce-scatters by itself (`manual_states.py`).
+    Leaves    results that are not computed from a placed state. Refuses a program without any placed state, which
+              programs that were lowered for GSPMD seem to be.
 
-Why it is legal: a sharding constraint never changes a value. It only decides where a value is stored.
+Why it is legal: a sharding constraint never changes a value. It only decides where a value is stored. The two modules
+above say why their changes are legal.
 Cost: the all-gathers and reduce-scatters of AMSP section IV-C; `passes/sharding/step_times.py` predicts them.
 Paper: AMSP sections IV-B and V-B, with tensors split inside (each tensor into equal shards).
 """
@@ -40,8 +43,8 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shap
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
 from dhelix.passes.hlo.edit import TO_LOCAL
 from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
-from dhelix.passes.sharding.states.manual_states import enter_split, leave_split
-from dhelix.passes.sharding.states.narrow_reads import narrow
+from dhelix.passes.sharding.states.manual_states import ManualStates
+from dhelix.passes.sharding.states.narrow_reads import Narrowing
 
 _ELEMENTWISE = frozenset(
     "abs add and atan2 cbrt ceil clamp compare convert copy cosine divide exponential exponential-minus-one floor "
@@ -77,10 +80,11 @@ class StateSharding:
             inline_all(manual.body)
         updates = [one for one in map(_Update.of, _results(entry)) if one.places(self.data)]  # (1)
         self._check_placed(updates)
-        inside = {i for one in updates for i in one.steps}
-        read = self._parameters(entry, updates, inside)  # (2)
-        gradients = self._inputs(entry, updates, context)  # (3)
+        manual = ManualStates(entry)
+        read = self._parameters(entry, updates, manual)  # (2)
+        gradients = self._inputs(entry, updates, manual, context)  # (3)
         self._new_states(entry, updates)  # (4)
+        manual.finish()
         entry.sort()
         context.note(
             "model states sharded", None, states=len(updates), parameters=read, gradients=gradients,
@@ -104,9 +108,10 @@ class StateSharding:
                 "under this plan: state = dhelix.shard_state(state, plan)"
             )
 
-    def _parameters(self, entry: Computation, updates: list[_Update], inside: set[Instruction]) -> int:
+    def _parameters(self, entry: Computation, updates: list[_Update], manual: ManualStates) -> int:
         """Gathers placed states where something other than an update reads them. Returns their number."""
-        users, gathered = entry.users(), 0
+        users, gathered, narrowing = entry.users(), 0, Narrowing()
+        inside = {i for one in updates for i in one.steps}
         for state, split in _placed(updates, self.data).items():
             readers = [user for user in users[state] if user not in inside and user is not entry.root]
             if not readers:
@@ -115,30 +120,29 @@ class StateSharding:
             whole = constrained(Builder(entry), state, kept, split.mesh, {})
             for reader in readers:
                 reader.operands = [whole if operand is state else operand for operand in reader.operands]
-            narrow(whole)
             if self.parameters:
-                self._check_not_entered(whole)
-            enter_split(whole)
+                self._check_not_entered(readers)
+            narrowing.narrow(whole, readers)
+            manual.enter(whole, readers)
             gathered += 1
         return gathered
 
-    def _check_not_entered(self, whole: Instruction) -> None:
+    def _check_not_entered(self, readers: list[Instruction]) -> None:
         """Refuses a shard_map that takes a parameter whole, although the parameter shall stay split."""
-        users = whole.computation.users()[whole]
-        if any(user.opcode == "custom-call" and user.proto.custom_call_target == TO_LOCAL for user in users):
+        if any(reader.opcode == "custom-call" and reader.proto.custom_call_target == TO_LOCAL for reader in readers):
             raise PassRefusal(
                 "the step's shard_map takes whole parameters, so they cannot stay split while the model reads them; "
                 "use a plan that leaves parameters whole (zero1), or gather layers in the shard_map yourself"
             )
 
-    def _inputs(self, entry: Computation, updates: list[_Update], context: PassContext) -> int:
+    def _inputs(self, entry: Computation, updates: list[_Update], manual: ManualStates, context: PassContext) -> int:
         """Splits the values that updates start from, such as gradients. Returns their number."""
         sharded, program, by_hand = dict[Instruction, Instruction](), list(entry.instructions), 0
         for one in updates:
             split = one.split(self.data)
             for value in one.inputs:
                 if value not in sharded:
-                    by_hand += leave_split(value, split)
+                    by_hand += manual.leave(value, split)
                     held = self._accumulated(value, split)
                     sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
         for instruction in program:

@@ -327,7 +327,7 @@ def _widen(shape: Any, rank: int, count: int) -> int:
 def _stored(reader: Instruction) -> Instruction | None:
     """The sharding constraint that says how a final sum is stored, if `reader` only says how it was accumulated.
 
-    `passes/sharding/state_sharding.py` makes such pairs of constraints. None: `reader` is another instruction.
+    `passes/sharding/states/state_sharding.py` makes such pairs of constraints. None: `reader` is another instruction.
     """
     users = reader.computation.users()[reader] if is_sharding_constraint(reader) else []
     return users[0] if len(users) == 1 and is_sharding_constraint(users[0]) else None
