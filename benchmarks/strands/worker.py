@@ -28,12 +28,13 @@ import jax
 import numpy as np
 import optax
 
-from dhelix import shard_state, state_shardings, strand_interleave
+from dhelix import strand_interleave
 from dhelix.benchmarks.collectives.gpu_clocks import Clocks
 from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
+from dhelix.launch.train.sharded import with_states
 from dhelix.models import MoeConfig, Training, preset
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.mesh import make_mesh
@@ -143,7 +144,7 @@ class Worker:
         options = dict(variant.options)
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
-        example = self.abstract_state(), self.training.abstract_batch(rows(self.options))
+        example = self.training.abstract_state(), self.training.abstract_batch(rows(self.options))
         if variant.as_used:
             return self.build_by_decorator(variant, options, example)
         passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
@@ -176,19 +177,6 @@ class Worker:
         """The decorator's option for sharded states, if they are."""
         return {"sharding": self.options.states} if self.options.states else {}
 
-    def abstract_state(self) -> Any:
-        state = self.training.abstract_state()
-        if not self.options.states:
-            return state
-        placed = state_shardings(state, self.options.states)
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, placed
-        )
-
-    def initial_state(self, training: Training) -> Any:
-        state = training.init(jax.random.key(0))
-        return shard_state(state, self.options.states) if self.options.states else state
-
     def compile_step(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
         compiled = self.xla(step.lower(*example), options)
         on_gpus = self.training.mesh.devices.flat[0].platform == "gpu"
@@ -219,7 +207,7 @@ class Worker:
                 continue
             try:
                 training = self.training_of(program.variant)
-                state = self.initial_state(training)
+                state = training.init(jax.random.key(0))
                 for batch in self.batches(training, max(self.options.check_steps, 1)):
                     state, metrics = program.compiled(state, batch)
                     program.result.losses.append(float(metrics["loss"]))
@@ -241,7 +229,7 @@ class Worker:
                 for program in self.programs:
                     if self.training_of(program.variant) is not training:
                         training, state = self.training_of(program.variant), None  # frees the old state first
-                        state, batches = self.initial_state(training), self.batches(training, self.options.steps)
+                        state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
                         jax.block_until_ready((state, batches))  # keeps their time out of the first step
                     for batch in batches:
                         state = timed(program, clocks, state, batch)
@@ -261,7 +249,7 @@ class Worker:
                 continue
             try:
                 module, training = compiled_module(program.compiled), self.training_of(program.variant)
-                state = jax.block_until_ready(self.initial_state(training))
+                state = jax.block_until_ready(training.init(jax.random.key(0)))
                 add_trace(program.result, traced(program.compiled, state, self.batches(training, 1)[0], module))
                 program.result.predicted_ms = self.predict(module)
             except Exception as error:
@@ -324,7 +312,8 @@ def make_training(options: Namespace) -> Training:
         mesh = deviceless.mesh(axes, options.hardware.lower(), shape)
     else:
         mesh = make_mesh(options.dp, options.tp, ep=options.ep or None, cp=options.cp)
-    return make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding, options.context)
+    made = make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding, options.context)
+    return with_states(made, options.states) if options.states else made
 
 
 def gpus(options: Namespace) -> int:

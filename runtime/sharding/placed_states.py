@@ -19,10 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.runtime.sharding.state_plan import SplitAxes, sharding_plan
-
-type _Entry = tuple[str, ...]
 
 
 def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
@@ -121,7 +120,7 @@ def _sharding(leaf: Any, axes: SplitAxes, mesh: Mesh, first: int) -> NamedShardi
     return _named(mesh, spec)
 
 
-def _dimension(shape: Sequence[int], spec: Sequence[_Entry], over: _Entry, mesh: Mesh, first: int) -> int | None:
+def _dimension(shape: Sequence[int], spec: Sequence[Axes], over: Axes, mesh: Mesh, first: int) -> int | None:
     """The dimension to split over the axes `over`: from `first` on, the first that divides and is not split yet.
 
     Collectives exchange contiguous parts, so splitting a later dimension would cost transposes.
@@ -138,7 +137,7 @@ def _dimension(shape: Sequence[int], spec: Sequence[_Entry], over: _Entry, mesh:
     return min(found, key=lambda dimension: (is_split(dimension), dimension), default=None)
 
 
-def _without(leaf: Any, data: _Entry) -> list[_Entry]:
+def _without(leaf: Any, data: Axes) -> list[Axes]:
     """For each dimension of an array, the mesh axes that split it, without the axes `data`."""
     sharding = getattr(leaf, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
@@ -147,7 +146,7 @@ def _without(leaf: Any, data: _Entry) -> list[_Entry]:
     return [tuple(axis for axis in entry if axis not in data) for entry in axes]
 
 
-def _named(mesh: Mesh, spec: Sequence[_Entry]) -> NamedSharding:
+def _named(mesh: Mesh, spec: Sequence[Axes]) -> NamedSharding:
     entries = [entry[0] if len(entry) == 1 else entry or None for entry in spec]
     while entries and entries[-1] is None:
         entries.pop()

@@ -91,7 +91,8 @@ def sharded_program(
 
 
 def _axes(module: HloModule, plan: StatePlan) -> SplitAxes:
-    known = [{axis.strip('"'): size for axis, size in mesh_axes(module, name).items()} for name in meshes(module)]
+    every = [{axis.strip('"'): size for axis, size in mesh_axes(module, name).items()} for name in meshes(module)]
+    known = [mesh for mesh in every if mesh]  # a program of one device may have a mesh without axes
     if not known:
         raise ShardingError(
             "the step's arguments are on no mesh; place the state with dhelix.shard_state(state, plan, mesh)"

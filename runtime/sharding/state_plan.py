@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import STRATEGIES, Factor, Factors, ShardingError
-
-type Axes = tuple[str, ...]
+from dhelix.passes.sharding.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ def sharding_plan(plan: StatePlan | Factors | str | Path | Any, axes: Sequence[s
     return StatePlan(section.factors, given or ("dp",))
 
 
-def _section(plan: Any) -> Any:
+def _section(plan: Any) -> ShardingPlan:
     from dhelix.passes.plans import plan_files  # loading a plan needs what a strategy's name does not
 
     loaded = plan_files.load(plan) if isinstance(plan, str | Path) else plan
     section = getattr(loaded, "sharding", loaded)
-    if not isinstance(getattr(section, "factors", None), Factors):
+    if not isinstance(section, ShardingPlan):
         raise ShardingError(
             f"{plan!r} says nothing about sharding; `dhelix shard --out plan.json` writes a plan that does"
         )

@@ -11,11 +11,14 @@ import jax
 import pytest
 
 import dhelix
+from dhelix.errors import DhelixError
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.sharding.factors import ONE, STRATEGIES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
+from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, mesh_of, sharding_plan
+from dhelix.runtime.step.options import StepOptions
 
 PARTIAL = Factors(Factor(4, 2), ONE, ONE, Factor(4))
 TWO = {"node": 2, "gpu": 4}
@@ -130,3 +133,8 @@ def test_neighbours_share_the_last_data_parallel_axis() -> None:
     devices = jax.devices("cpu")[::-1]
     mesh, _ = mesh_of(PARTIAL, devices)
     assert list(mesh.devices[0]) == devices[:4]
+
+
+def test_a_pipeline_places_its_own_states() -> None:
+    with pytest.raises(DhelixError, match="a pipeline places its own states: leave out sharding= or pipeline="):
+        StepOptions(microbatches=4, pipeline=Fold(stages=2), sharding="zero1")
