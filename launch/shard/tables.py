@@ -80,6 +80,11 @@ def _print_times(view: ShardView, console: Console) -> None:
     table.add_row("compute", f"{times.compute:.4f}", f"{times.compute:.4f}")
     table.add_row("update", f"{times.update:.4f}", f"{times.update:.4f}")
     table.add_row("step", "", f"{times.step:.4f}", style="bold")
+    if view.task.job.split == "inside":
+        table.caption = (
+            "Tensors are split inside. So the all-reduce is a reduce-scatter, with an all-reduce between copies, and "
+            "the broadcast is an all-gather."
+        )
     console.print(table)
 
 
@@ -102,7 +107,8 @@ def _print_candidates(view: ShardView, console: Console, rows: int) -> None:
 def _shown(view: ShardView, rows: int) -> Iterator[tuple[str, Candidate]]:
     yield "shown", view.chosen
     yield from view.known.items()
-    for candidate in view.others[:rows]:
+    named = {candidate.factors for candidate in view.known.values()}
+    for candidate in [each for each in view.others if each.factors not in named][:rows]:
         yield "", candidate
 
 

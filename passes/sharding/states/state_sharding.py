@@ -33,14 +33,16 @@ Paper: AMSP sections IV-B and V-B, with tensors split inside (each tensor into e
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.framework.manager import PassContext, Stage
+from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
-from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, stated
+from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, mesh_axes, stated
 from dhelix.passes.hlo.edit import TO_LOCAL
 from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
 from dhelix.passes.sharding.states.manual_states import ManualStates
@@ -86,11 +88,17 @@ class StateSharding:
         self._new_states(entry, updates)  # (4)
         manual.finish()
         entry.sort()
-        context.note(
-            "model states sharded", None, states=len(updates), parameters=read, gradients=gradients,
-            bytes=sum(shapes.byte_size(one.result.shape) for one in updates),
-        )  # fmt: skip
+        whole = sum(shapes.byte_size(one.result.shape) for one in updates)
+        shards = sum(shapes.byte_size(one.result.shape) // self._parts(one, module) for one in updates)
+        said = f"between steps, a device holds {bytes_text(shards)} of states instead of {bytes_text(whole)}"
+        context.note(said, None, states=len(updates), parameters=read, gradients=gradients)
         return True
+
+    def _parts(self, update: _Update, module: HloModule) -> int:
+        """Into how many parts the data-parallel axes split a new state."""
+        split = update.split(self.data)
+        sizes = mesh_axes(module, split.mesh)
+        return math.prod(sizes.get(axis, 1) for axes in split.axes for axis in axes if _name(axis) in self.data)
 
     def _check_placed(self, updates: list[_Update]) -> None:
         """Refuses states that are placed under another plan, or not at all."""
