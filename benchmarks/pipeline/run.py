@@ -70,6 +70,7 @@ def complete(arguments: argparse.Namespace) -> None:
         raise DhelixError(f"{arguments.stages} stages do not divide {arguments.tp} GPUs; take a divisor")
     arguments.channels, arguments.shards, arguments.unrolled, arguments.no_traces = 0, 0, False, not arguments.traces
     arguments.dp, arguments.cp, arguments.ep, arguments.capacity, arguments.sharding = 1, 1, 0, 0.0, "shard_map"
+    arguments.states = None
 
 
 def _file_name(arguments: argparse.Namespace) -> str:
