@@ -1,0 +1,1 @@
+"""Settings of collectives, tuned together with what they overlap (Lagom)."""

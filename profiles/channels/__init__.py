@@ -1,0 +1,1 @@
+"""Collectives and the computations beside them, as functions of channels and chunks."""

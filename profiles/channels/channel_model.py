@@ -1,0 +1,201 @@
+"""Times of an overlap by the channels and chunks of its collectives (Lagom sections 3.1 and 3.2).
+
+An overlap is a sequence of computations on one stream beside a sequence of collectives on another. Both streams start
+together. A channel is a thread block of a collective, so it occupies an SM. A chunk is the piece that a channel moves
+at a time, so chunks in flight take memory bandwidth.
+
+    collectives    |--- x_1 ---|------ x_2 ------|                   X = x_1 + x_2
+    computations   |-- y_1 --|----- y_2 -----|---- y_3 ----|         Y = y_1 + y_2 + y_3
+                                                                     Z = max(X, Y), the time of the overlap
+
+The paper gives no formula for a collective's time, nor for the bandwidth that it takes. This model assumes, for NC
+channels, chunks of C bytes and a volume of v bytes:
+
+    x = v / rate + alpha v / (NC C) + beta NC                        start of each chunk, start of each channel
+    rate = (link^-4 + (NC r C / (C + c0))^-4)^(-1/4)                 the smaller of both, rounded at the corner
+    u = limit w / (limit + w),  w = NC k C / (C + c1)                share of the memory bandwidth that is taken
+
+Beside a collective, a computation has lambda - NC of the GPU's lambda SMs, and 1 - u of its memory bandwidth. If it
+has `waves` waves of thread blocks with all SMs, it then has ceil(waves lambda / (lambda - NC)) of them. A part m of its
+time alone is the time of memory accesses:
+
+    f = alone ((1 - m) g + m g (1 - NC / lambda) / (1 - u))          g = waves beside the collective / waves alone
+
+Equation 6 of the paper becomes this form if the time of a wave's arithmetic and that of its bytes are written as parts
+of the time alone. A computation that lies beside several collectives advances at the rate of each in turn (equation 4).
+
+Cost: an overlap of M computations and N collectives takes M N steps of NumPy for any number of settings at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dhelix.errors import DhelixError
+
+type Array = np.ndarray
+
+_CORNER = 4.0
+"""How sharp the corner of a collective's rate is. With infinity, the rate is the minimum."""
+
+
+class ChannelError(DhelixError):
+    """An overlap, a setting or a measurement makes no sense."""
+
+
+@dataclass(frozen=True, order=True)
+class ChannelSetting:
+    """How a collective runs.
+
+    Attributes:
+      channels: its number of channels.
+      chunk: bytes that a channel moves at a time.
+    """
+
+    channels: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        if self.channels < 1 or self.chunk < 1:
+            raise ChannelError(f"a collective needs at least 1 channel and chunks of 1 byte, not {self}")
+
+    def __str__(self) -> str:
+        return f"{self.channels} channels of {self.chunk / 1024:,.0f} KiB"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What an overlap consists of.
+
+    Attributes:
+      volumes: bytes that each collective moves over a GPU's links, in order.
+      waves: waves of thread blocks of each computation on a whole GPU, in order. Blocks / (blocks per SM x SMs), not
+        rounded. Infinity if the launch is not known: then the computation has no steps.
+      sms: number of SMs of the GPU.
+    """
+
+    volumes: tuple[float, ...]
+    waves: tuple[float, ...]
+    sms: int
+
+    def __post_init__(self) -> None:
+        if not self.volumes or not self.waves:
+            raise ChannelError("an overlap needs at least one collective and one computation")
+        if min(self.volumes) <= 0 or min(self.waves) <= 0 or self.sms < 2:
+            raise ChannelError("the volumes, waves and SMs of an overlap must be positive")
+
+
+@dataclass(frozen=True)
+class Links:
+    """A collective's time: the parameters of x.
+
+    Attributes:
+      link: bytes per second of the links.
+      channel: bytes per second of one channel with large chunks, r.
+      half_chunk: bytes of the chunk with which a channel reaches half of that, c0.
+      per_chunk: seconds for which each chunk of a channel waits, alpha.
+      per_channel: seconds that each channel adds, beta.
+    """
+
+    link: float
+    channel: float
+    half_chunk: float
+    per_chunk: float
+    per_channel: float
+
+    def seconds(self, volume: float, channels: Array, chunk: Array) -> Array:
+        """Seconds of a collective of `volume` bytes, for arrays of channels and chunks of equal shape."""
+        several = channels * self.channel * chunk / (chunk + self.half_chunk)
+        rate = (self.link**-_CORNER + several**-_CORNER) ** (-1.0 / _CORNER)
+        return volume / rate + self.per_chunk * volume / (channels * chunk) + self.per_channel * channels
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The share of the memory bandwidth that a collective takes: the parameters of u.
+
+    Attributes:
+      channel: share that one channel takes with large chunks, k.
+      half_chunk: bytes of the chunk with which a channel takes half of that, c1.
+      limit: the share is below this number.
+    """
+
+    channel: float
+    half_chunk: float
+    limit: float
+
+    def share(self, channels: Array, chunk: Array) -> Array:
+        """Shares, for arrays of channels and chunks of equal shape."""
+        taken = channels * self.channel * chunk / (chunk + self.half_chunk)
+        return self.limit * taken / (self.limit + taken)
+
+
+@dataclass(frozen=True)
+class ChannelModel:
+    """The times of an overlap.
+
+    Attributes:
+      overlap: what it consists of.
+      links: how long collectives take.
+      bandwidth: what collectives take from computations.
+      alone: seconds of each computation with no collective beside it.
+      memory: the part of this time that is memory access, m, from 0 to 1.
+    """
+
+    overlap: Overlap
+    links: Links
+    bandwidth: Bandwidth
+    alone: tuple[float, ...]
+    memory: tuple[float, ...]
+
+    def collectives(self, channels: Array, chunk: Array) -> Array:
+        """Seconds of each collective, [collectives, settings], for arrays of that shape."""
+        return np.stack([self.links.seconds(v, channels[j], chunk[j]) for j, v in enumerate(self.overlap.volumes)])
+
+    def beside(self, computation: int, channels: Array, chunk: Array) -> Array:
+        """Seconds of a computation that has a collective of these settings beside it all the time."""
+        sms, waves, m = self.overlap.sms, self.overlap.waves[computation], self.memory[computation]
+        left = sms - channels
+        more = np.ceil(waves * sms / left) / math.ceil(waves) if math.isfinite(waves) else sms / left
+        waits = more * (left / sms) / (1.0 - self.bandwidth.share(channels, chunk))
+        return self.alone[computation] * ((1.0 - m) * more + m * waits)
+
+    def times(self, channels: Array, chunk: Array) -> tuple[Array, Array]:
+        """Seconds of each collective and of each computation.
+
+        Args:
+          channels, chunk: arrays of shape [collectives, settings].
+
+        Returns:
+          Arrays of shape [collectives, settings] and [computations, settings].
+        """
+        x = self.collectives(channels, chunk)
+        slowed = [
+            [self.beside(i, channels[j], chunk[j]) for j in range(len(x))] for i in range(len(self.overlap.waves))
+        ]
+        return x, played(self.alone, slowed, x)
+
+
+def played(alone: Sequence[float], slowed: Sequence[Sequence[Array]], x: Array) -> Array:
+    """Seconds of each computation, when computations and collectives run in order on two streams (equation 4).
+
+    Args:
+      alone: seconds of each computation with no collective beside it.
+      slowed: `slowed[i][j]`: seconds of computation i with collective j beside it all the time, [settings].
+      x: seconds of each collective, [collectives, settings].
+    """
+    ends = np.cumsum(x, axis=0)
+    now = np.zeros_like(ends[0])
+    found = []
+    for mine, beside in zip(alone, slowed, strict=True):
+        start, left = now, np.ones_like(now)
+        for end, whole in zip(ends, beside, strict=True):
+            spent = np.minimum(np.maximum(end - now, 0.0), left * whole)
+            now, left = now + spent, left - spent / whole
+        now = now + left * mine
+        found.append(now - start)
+    return np.stack(found)
