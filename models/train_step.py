@@ -71,13 +71,15 @@ def make_train_step(
     Raises:
       ValueError: an argument is unknown, the model does not divide over the mesh, or `sharding` does not support it.
     """
-    check_mesh(config, mesh, microbatches, ("dp", "ep", "cp", "tp"))
+    check_mesh(config, mesh, microbatches, (*TOKENS, "tp"))
     check_sharding(config, mesh, sharding)
     family = family_of(config)
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
     specs = on_mesh(family.param_specs(config), mesh)
     initial = functools.partial(family.init_params, config)
     by_hand = sharding == "shard_map" or _needs_hand(config, mesh)
+    if sharding == "fsdp" and "dp" not in mesh.axis_names:
+        raise ValueError("sharding='fsdp' splits parameters over all of dp; use a mesh with the axis dp")
     if sharding == "fsdp" and (mesh.shape["dp"] > 1 or not by_hand):
         specs = _over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
     parallel = manual_parallel(config, mesh, specs, context) if by_hand else AutoParallel(mesh)

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.models.common.context_parallel import Context
+from dhelix.models.common.mesh import row_entry
 
 
 class CollectiveMatmuls(Protocol):
@@ -338,22 +339,27 @@ class AutoParallel(Parallel):
 
     mesh: Mesh
 
+    @property
+    def rows(self) -> str | tuple[str, ...]:
+        """The entry of a spec that splits the rows of the batch."""
+        return row_entry(self.mesh)
+
     def gather_sequence(self, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp")))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows)))
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
         # The first constraint is to the whole sequence. So the backward pass gathers the cotangent once for both of its
         # matmuls.
-        whole = lax.with_sharding_constraint(partial_sum, NamedSharding(self.mesh, PartitionSpec("dp")))
-        return lax.with_sharding_constraint(whole, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
+        whole = lax.with_sharding_constraint(partial_sum, NamedSharding(self.mesh, PartitionSpec(self.rows)))
+        return lax.with_sharding_constraint(whole, NamedSharding(self.mesh, PartitionSpec(self.rows, "tp")))
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
         # There is no constraint to the whole sequence here. With it, XLA's partitioner would abort in a pipeline: it
         # cannot partition a look-up if the table is split over one axis, and indices and result only over another axis.
-        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
+        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, PartitionSpec(self.rows, "tp")))
 
     def split_features(self, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", None, "tp")))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows, None, "tp")))
 
 
 def vocab_position(parallel: Parallel, ids: jax.Array, shard_size: int) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.models.common.decoder_config import DecoderConfig
-from dhelix.models.common.mesh import AXES, ROWS, check_axes, present, shards
+from dhelix.models.common.mesh import AXES, ROWS, check_axes, present, row_entry, shards
 
 Params = dict[str, Any]
 """Parameters of a model: nested dicts, and lists of layers, of arrays or of what replaces them (`PartitionSpec`s)."""
@@ -163,9 +163,8 @@ def _state_shardings(
 
 
 def row_spec(mesh: Mesh) -> PartitionSpec:
-    """The spec of a batch: rows are split over those axes of `ROWS` that the mesh has. `dp` alone is no tuple."""
-    axes = present(mesh, ROWS)
-    return PartitionSpec(axes if len(axes) > 1 else "dp")
+    """The spec of a batch: rows are split over those axes of `ROWS` that the mesh has."""
+    return PartitionSpec(row_entry(mesh))
 
 
 def check_mesh(

@@ -117,18 +117,16 @@ class Factors:
         Args:
           strategy: one of `STRATEGIES`.
           mesh: all data-parallel devices.
-          group: the part that holds one copy, for "mics"; None means a node.
+          group: the part over which states are sharded; default: for "mics" a node, else all devices.
 
         Raises:
           ShardingError: the strategy is unknown, or the group does not divide the mesh.
         """
         if strategy not in STRATEGIES:
             raise ShardingError(f"strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}")
-        if strategy == "mics":
-            part = group or Factor(mesh.gpus)
-            return cls(mesh, part, part, part)
+        part = group or (Factor(mesh.gpus) if strategy == "mics" else mesh)
         sharded = {"dp": 0, "zero1": 1, "zero2": 2}.get(strategy, 3)
-        return cls(mesh, *(mesh if 3 - n <= sharded else ONE for n in range(3)))
+        return cls(mesh, *(part if 3 - n <= sharded else ONE for n in range(3)))
 
     @property
     def strategy(self) -> str | None:

@@ -144,7 +144,7 @@ def baselines(
 ) -> dict[str, Candidate]:
     """Known strategies: ZeRO-1, ZeRO-3 and MiCS with groups of a node, under the same overlap."""
     named = {"ZeRO-1": "zero1", "ZeRO-3": "zero3", "MiCS": "mics"}
-    factors = {name: Factors.named(key, mesh, group or Factor(mesh.gpus)) for name, key in named.items()}
+    factors = {name: Factors.named(key, mesh, group if key == "mics" else None) for name, key in named.items()}
     return {name: evaluate(job, found, times, overlap) for name, found in factors.items()}
 
 

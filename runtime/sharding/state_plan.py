@@ -54,8 +54,7 @@ class StatePlan:
         devices = math.prod(sizes)
         factors = self.factors
         if isinstance(factors, str):
-            inner = Factor(sizes[-1]) if len(sizes) > 1 else None
-            factors = Factors.named(factors, Factor(sizes[-1], devices // sizes[-1]), inner)
+            factors = Factors.named(factors, Factor(sizes[-1], devices // sizes[-1]))
         if factors.mesh.size != devices:
             raise ShardingError(
                 f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but the mesh axes "
@@ -146,7 +145,7 @@ def mesh_of(
     Args:
       plan: what `sharding_plan` takes.
       devices: devices in order, those of a node next to each other; default: all.
-      group: for "mics", the number of data-parallel devices that hold one copy.
+      group: for a strategy, the number of data-parallel devices over which states are sharded. "mics" needs it.
       **others: further axes, within a data-parallel device: `tp=4`.
 
     Returns:
@@ -156,26 +155,44 @@ def mesh_of(
     Raises:
       ShardingError: there are other devices than the plan needs, or "mics" has no group.
     """
-    made = sharding_plan(plan)
     devices = jax.devices() if devices is None else devices
     inner = math.prod(others.values())
     if len(devices) % inner:
         raise ShardingError(f"{len(devices)} devices are not divisible by {others}")
-    factors, count = made.factors, len(devices) // inner
+    data, made = data_axes(plan, len(devices) // inner, group)
+    axes = data | others
+    grid = np.array(devices).reshape(*axes.values())
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes)), made
+
+
+def data_axes(
+    plan: StatePlan | Factors | str | Path, count: int, group: int | None = None
+) -> tuple[dict[str, int], StatePlan]:
+    """The mesh axes into which a plan splits data parallelism, the major one first, and the plan with these axes.
+
+    Args:
+      plan, group: as for `mesh_of`.
+      count: the number of data-parallel devices.
+
+    Returns:
+      The sizes of the axes by name, as for `mesh_of`, and the plan.
+
+    Raises:
+      ShardingError: the plan needs another number of devices, "mics" has no group, or a plan of factors has one.
+    """
+    factors = sharding_plan(plan).factors
+    if not isinstance(factors, str) and group is not None:
+        raise ShardingError("a group is for a strategy, such as zero1; the plan's factors say their groups themselves")
     if isinstance(factors, str):
         if factors == "mics" and group is None:
             raise ShardingError('"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)')
         factors = Factors.named(factors, Factor(count), None if group is None else Factor(group))
     if factors.mesh.size != count:
-        beside = f" beside {others}" if others else ""
         raise ShardingError(
-            f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}{beside}"
+            f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}"
         )
     sizes = [factor.size for _, factor in factors.states()] + [factors.mesh.size]
     steps = [sizes[0], *(after // before for before, after in zip(sizes, sizes[1:], strict=False))]
     parts = [size for size in reversed(steps) if size > 1] or [1]
     names = ("dp",) if len(parts) == 1 else tuple(f"dp_{n}" for n in reversed(range(len(parts))))
-    axes = dict(zip(names, parts, strict=True)) | others
-    grid = np.array(devices).reshape(*axes.values())
-    mesh = Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-    return mesh, StatePlan(factors, names)
+    return dict(zip(names, parts, strict=True)), StatePlan(factors, names)
