@@ -146,6 +146,9 @@ def _introduce(run: Run, console: Console) -> None:
     how = f"{run.options.microbatches} micro-batches"
     if isinstance(run.training, PipelinedTraining):
         how += f", schedule {run.training.fold.schedule}"
+    if run.options.states is not None:
+        group = run.options.states_group
+        how += f", states {run.options.states}" + (f" in groups of {group}" if group else "")
     how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
     say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
     text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"

@@ -36,6 +36,7 @@ class Options:
     sends_beside: bool = False
     sharding: str = "shard_map"
     states: str | None = None
+    states_group: int | None = None
     batch: int | None = None
     steps: int = 50
     lr: float = 1e-3

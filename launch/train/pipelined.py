@@ -40,7 +40,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.models import Training
+from dhelix.launch.train.sharded import ShardedTraining
 from dhelix.models.common.context_parallel import Exchange
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.layers import resolve_attention
@@ -65,7 +65,7 @@ AXIS = "pp"
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinedTraining(Training):
+class PipelinedTraining(ShardedTraining):
     """A `Training` whose `train_step` must run in `strand_interleave(microbatches=..., pipeline=fold)`.
 
     Its state is folded: layers are stored by stage and chunk. A step without a pipeline cannot use a folded state.

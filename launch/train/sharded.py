@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
-from dhelix.errors import DhelixError
 from dhelix.models.common.training import Training
 from dhelix.runtime.sharding.placed_states import state_shardings
+from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,24 +17,23 @@ class ShardedTraining(Training):
     """A `Training` whose `train_step` must run in `strand_interleave(sharding=states)`.
 
     Attributes:
-      states: what `sharding_plan` takes.
+      states: how model states are sharded. None: as `state_shardings` says, without a plan.
     """
 
-    states: str = "dp"
+    states: StatePlan | None = None
 
 
-def with_states(training: Training, states: str) -> ShardedTraining:
-    """`training` with its states placed under a plan.
+def with_states(training: Training, states: Any) -> ShardedTraining:
+    """`training` with its states placed under a plan. A pipeline stays a pipeline.
 
     Args:
-      states: a strategy, such as "zero1", or a plan's file.
+      states: what `sharding_plan` takes, such as "zero1".
 
     Raises:
-      DhelixError: the plan does not fit the mesh, or a pipeline places its own states.
+      DhelixError: the plan does not fit the mesh.
     """
-    if type(training) is not Training:
-        raise DhelixError("--states does not work with --pp, because a pipeline places its own states; leave it out")
-    shardings = state_shardings(training.abstract_state(), states)
+    plan = sharding_plan(states)
+    shardings = state_shardings(training.abstract_state(), plan)
     init = jax.jit(training.init, out_shardings=shardings)
-    fields = {field.name: getattr(training, field.name) for field in dataclasses.fields(Training)}
-    return ShardedTraining(**fields | {"state_shardings": shardings, "init": init}, states=states)
+    kind = type(training) if isinstance(training, ShardedTraining) else ShardedTraining
+    return kind(**vars(training) | {"state_shardings": shardings, "init": init, "states": plan})

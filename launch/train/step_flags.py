@@ -21,7 +21,7 @@ from dhelix.runtime.step.options import StepOptions
 
 _NAMES = (
     "preset", "layers", "seq", "vocab", "dtype", "remat", "unrolled", "capacity", "microbatches", "mesh", "context",
-    "sharding", "states", "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
+    "sharding", "states", "states_group", "pp", "pipeline", "chunks_per_stage", "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     )
     states = "how model states are sharded over dp: zero1 and others, or a plan file; zero3 needs --sharding auto"
     text("states", None, f"{states} (default: as --sharding says)")
+    number("states_group", None, "devices of dp over which --states shards, such as those of a node (default: all)")
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")
     number("chunks_per_stage", None, "chunks per stage of the interleaved schedules (default: 2)")

@@ -39,6 +39,7 @@ from dhelix.models import (
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.report import Report
 from dhelix.profiles import hardware
+from dhelix.runtime.sharding.state_plan import StatePlan, data_axes
 from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
@@ -170,16 +171,28 @@ def make_training(options: Options, config: DecoderConfig, devices: Sequence[Any
     """
     experts = config.experts if isinstance(config, MoeConfig) else 0
     axes = mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp, experts)
-    mesh = _valid(lambda: make_mesh(axes["dp"], axes["tp"], devices, options.pp, axes.get("ep"), axes["cp"]))
+    data, states = _states(options, axes["dp"])
+    mesh = _valid(lambda: make_mesh(data, axes["tp"], devices, options.pp, axes.get("ep"), axes["cp"]))
     training = _valid(lambda: _training(options, config, mesh))
-    if options.states:
-        training = with_states(training, options.states)
+    if states is not None:
+        training = with_states(training, states)
     batch = options.batch or options.microbatches * axes["dp"] * axes.get("ep", 1)
     _valid(lambda: training.check_batch(training.abstract_batch(batch)))
     if isinstance(config, MoeConfig):
         tokens = batch // options.microbatches * config.seq // (axes["dp"] * axes["ep"] * axes["cp"] * axes["tp"])
         _valid(lambda: config.capacity(tokens))
     return training, batch
+
+
+def _states(options: Options, dp: int) -> tuple[dict[str, int], StatePlan | None]:
+    """The axes into which `--states` splits the `dp` data-parallel devices, and the plan of the states, if any."""
+    if options.states is None:
+        if options.states_group is not None:
+            raise DhelixError("--states_group needs --states; say how model states are sharded, such as zero1")
+        return {"dp": dp}, None
+    if options.states == "mics" and options.states_group is None:
+        raise DhelixError("--states mics needs --states_group, the number of devices of dp that hold one copy")
+    return data_axes(options.states, dp, options.states_group)
 
 
 def _training(options: Options, config: DecoderConfig, mesh: Mesh) -> Training:
@@ -211,13 +224,12 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
       DhelixError: an option is invalid. For example, the file in `plan` is no plan.
     """
     options = options or StepOptions()
-    if isinstance(training, PipelinedTraining):
-        passes = () if plain else options.passes
-        options = options.but(microbatches=training.microbatches, pipeline=training.fold, passes=passes)
-    elif isinstance(training, ShardedTraining):
+    if isinstance(training, ShardedTraining):
         options = options.but(sharding=training.states, passes=() if plain else options.passes)
     elif plain:
         return jax.jit(training.train_step, donate_argnums=0)
+    if isinstance(training, PipelinedTraining):
+        options = options.but(microbatches=training.microbatches, pipeline=training.fold)
     return interleaved(training.train_step, options.but(donate_argnums=0))
 
 

@@ -35,7 +35,8 @@ def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
 
     Returns:
       The same state. The first dimension that allows it is split over the axes of the plan, but not the dimension of
-      stacked layers, which a scan reads one after the other. Arrays without such a dimension stay whole.
+      stacked layers, which a scan reads one after the other; in a pipeline's state, nor the layers of a chunk. Arrays
+      without such a dimension stay whole.
 
     Raises:
       ShardingError: the mesh is unknown, or does not fit the plan, or no array can be split.
@@ -81,8 +82,14 @@ def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
             )
     stacks = _stacks(state)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _sharding(leaf, axes, mesh, 1 if path in stacks else 0), state
+        lambda path, leaf: _sharding(leaf, axes, mesh, _layer_dimensions(leaf, axes.data) if path in stacks else 0),
+        state,
     )
+
+
+def _layer_dimensions(stack: Any, data: Axes) -> int:
+    """How many leading dimensions of a stack count layers: two in a pipeline, whose stages split the first one."""
+    return 2 if np.ndim(stack) > 2 and _without(stack, data)[0] else 1
 
 
 def _stacks(state: Any) -> set[Any]:

@@ -303,8 +303,6 @@ def _check_together(options: StepOptions) -> None:
         for name in ("memory_limit", "max_in_flight"):
             if name in given:
                 raise DhelixError(f"schedule='xla' cannot keep to {name}: leave it out, or use another schedule")
-    if options.sharding is not None and options.pipeline is not None:
-        raise DhelixError("a pipeline places its own states: leave out sharding= or pipeline=")
     if "skew" in given and options.pipeline is not None:
         raise DhelixError("a pipeline pairs micro-batches by its own schedule: leave out skew=")
     if "skew" in given and options.schedule not in _SKEWED:

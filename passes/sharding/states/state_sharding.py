@@ -43,7 +43,7 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, mesh_axes, stated
-from dhelix.passes.hlo.edit import TO_LOCAL
+from dhelix.passes.hlo.edit import TO_GLOBAL
 from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
 from dhelix.passes.sharding.states.manual_states import ManualStates
 from dhelix.passes.sharding.states.narrow_reads import Narrowing
@@ -88,17 +88,19 @@ class StateSharding:
         self._new_states(entry, updates)  # (4)
         manual.finish()
         entry.sort()
-        whole = sum(shapes.byte_size(one.result.shape) for one in updates)
-        shards = sum(shapes.byte_size(one.result.shape) // self._parts(one, module) for one in updates)
+        held = [shapes.byte_size(one.result.shape) // self._parts(one, module) for one in updates]
+        whole = sum(size * self._parts(one, module, self.data) for size, one in zip(held, updates, strict=True))
+        shards = sum(held)
         said = f"between steps, a device holds {bytes_text(shards)} of states instead of {bytes_text(whole)}"
         context.note(said, None, states=len(updates), parameters=read, gradients=gradients)
         return True
 
-    def _parts(self, update: _Update, module: HloModule) -> int:
-        """Into how many parts the data-parallel axes split a new state."""
+    def _parts(self, update: _Update, module: HloModule, over: Axes | None = None) -> int:
+        """Into how many parts the axes `over`, by default all axes, split a new state."""
         split = update.split(self.data)
         sizes = mesh_axes(module, split.mesh)
-        return math.prod(sizes.get(axis, 1) for axes in split.axes for axis in axes if _name(axis) in self.data)
+        axes = (axis for axes in split.axes for axis in axes if over is None or _name(axis) in over)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
 
     def _check_placed(self, updates: list[_Update]) -> None:
         """Refuses states that are placed under another plan, or not at all."""
@@ -129,15 +131,18 @@ class StateSharding:
             for reader in readers:
                 reader.operands = [whole if operand is state else operand for operand in reader.operands]
             if self.parameters:
-                self._check_not_entered(readers)
+                self._check_not_entered(readers, manual)
             narrowing.narrow(whole, readers)
             manual.enter(whole, readers)
             gathered += 1
         return gathered
 
-    def _check_not_entered(self, readers: list[Instruction]) -> None:
-        """Refuses a shard_map that takes a parameter whole, although the parameter shall stay split."""
-        if any(reader.opcode == "custom-call" and reader.proto.custom_call_target == TO_LOCAL for reader in readers):
+    def _check_not_entered(self, readers: list[Instruction], manual: ManualStates) -> None:
+        """Refuses a shard_map over data-parallel axes that takes a parameter whole, although it shall stay split."""
+        if any(
+            one.to_local in readers and {_name(axis) for axis in one.axis_names} & {*self.data}
+            for one in manual.manuals
+        ):
             raise PassRefusal(
                 "the step's shard_map takes whole parameters, so they cannot stay split while the model reads them; "
                 "use a plan that leaves parameters whole (zero1), or gather layers in the shard_map yourself"
@@ -150,8 +155,9 @@ class StateSharding:
             split = one.split(self.data)
             for value in one.inputs:
                 if value not in sharded:
-                    by_hand += manual.leave(value, split)
-                    held = self._accumulated(value, split)
+                    left = manual.leave(value, split)
+                    by_hand += left
+                    held = value if left else self._accumulated(value, split)
                     sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
         for instruction in program:
             instruction.operands = [sharded.get(operand, operand) for operand in instruction.operands]
@@ -162,12 +168,13 @@ class StateSharding:
         return len(sharded)
 
     def _accumulated(self, value: Instruction, split: Split) -> Instruction:
-        """Splits an accumulator of a loop over micro-batches as `gradients` says. Returns it, after the loop."""
-        if value.opcode != "get-tuple-element" or value.operands[0].opcode != "while":
+        """Returns the result of a loop over micro-batches or of a pipeline, split as `gradients` says."""
+        made = value.operands[0] if value.opcode == "get-tuple-element" else value
+        if made.opcode != "while" and made.proto.custom_call_target != TO_GLOBAL:
             return value
         kept = [_only(over, self.gradients, self.data) for over in split.over]
-        body, k = value.operands[0].called[0], value.tuple_index
-        if self.gradients and body.root.opcode == "tuple":
+        if self.gradients and made.opcode == "while" and made.called[0].root.opcode == "tuple":
+            body, k = made.called[0], value.tuple_index
             body.root.operands[k] = constrained(Builder(body), body.root.operands[k], kept, split.mesh, {})
             body.sort()
         return constrained(Builder(value.computation), value, kept, split.mesh, {})

@@ -11,14 +11,11 @@ import jax
 import pytest
 
 import dhelix
-from dhelix.errors import DhelixError
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.sharding.factors import ONE, STRATEGIES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
-from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, mesh_of, sharding_plan
-from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, data_axes, mesh_of, sharding_plan
 
 PARTIAL = Factors(Factor(4, 2), ONE, ONE, Factor(4))
 TWO = {"node": 2, "gpu": 4}
@@ -95,6 +92,8 @@ def test_what_a_plan_may_be(tmp_path: Path) -> None:
         (lambda: sharding_plan(PARTIAL, axes=("gpu", "node")).on(TWO), "the last of the axes gpu=4 x node=2"),
         (lambda: mesh_of("zero1", tp=3), "8 devices are not divisible by {'tp': 3}"),
         (lambda: mesh_of(Factors(Factor(16))), "the plan is for 16 data-parallel devices (16x1), but there are 8"),
+        (lambda: mesh_of(PARTIAL, group=4), "a group is for a strategy, such as zero1; the plan's factors say"),
+        (lambda: mesh_of("mics"), '"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)'),
         (lambda: mesh_of(PARTIAL, tp=2), "the plan is for 8 data-parallel devices (4x2), but there are 4"),
     ],
 )  # fmt: skip
@@ -135,6 +134,12 @@ def test_neighbours_share_the_last_data_parallel_axis() -> None:
     assert list(mesh.devices[0]) == devices[:4]
 
 
-def test_a_pipeline_places_its_own_states() -> None:
-    with pytest.raises(DhelixError, match="a pipeline places its own states: leave out sharding= or pipeline="):
-        StepOptions(microbatches=4, pipeline=Fold(stages=2), sharding="zero1")
+def test_a_strategy_may_be_for_a_part_of_the_devices() -> None:
+    mesh, plan = mesh_of("zero1", group=2, tp=2)
+    assert dict(mesh.shape) == {"dp_1": 2, "dp_0": 2, "tp": 2}
+    assert plan == StatePlan(Factors(Factor(4), ONE, ONE, Factor(2)), ("dp_1", "dp_0"))
+
+
+def test_a_plan_splits_the_devices_that_a_model_has_for_data_parallelism() -> None:
+    assert data_axes("zero1", 8) == ({"dp": 8}, StatePlan(Factors.named("zero1", Factor(8)), ("dp",)))
+    assert data_axes(PARTIAL, 8) == ({"dp_1": 2, "dp_0": 4}, StatePlan(PARTIAL, ("dp_1", "dp_0")))
