@@ -9,12 +9,17 @@ A shard_map takes whole parameters and returns whole gradients, so the partition
 An all-reduce over more devices than the shards becomes a reduce-scatter over the shards and an all-reduce over the
 copies (AMSP section III-B).
 
+Over the axes of parameters, the all-gather moves to where the model computes with a parameter (`late_gathers.py`). Over
+the axes of gradients, the reduce-scatter moves to where a gradient appears (`early_scatters.py`). The rest stays at the
+body's begin and end.
+
 Why it is legal: an all-gather of the shards is the whole parameter. A device keeps its own part of an all-reduced
 gradient, which is what a reduce-scatter gives, and operations with scalars act on each element alone.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -26,6 +31,10 @@ from dhelix.passes.hlo import Builder, Computation, Instruction
 from dhelix.passes.hlo.constraints import Axes, Split, mesh_axes, splits, stated
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 from dhelix.passes.hlo.manual_computation import ManualComputation, groups_over, manual_computations
+from dhelix.passes.sharding.states.early_scatters import EarlyScatters, follows_loop
+from dhelix.passes.sharding.states.late_gathers import LateGathers
+from dhelix.passes.sharding.states.moves import divide
+from dhelix.passes.strands.gradients.parts import addition
 
 _IN, _OUT = "xla.sdy.in_shardings", "xla.sdy.out_shardings"
 _SCALED = frozenset("multiply divide convert".split())
@@ -33,11 +42,17 @@ _SCALED = frozenset("multiply divide convert".split())
 
 @dataclass(frozen=True)
 class _Shards:
-    """The dimension of an array that a shard_map gets split, and the axes (in quotes) over which it is split."""
+    """The dimension of an array that a shard_map gets split, and the axes (in quotes) over which it is split.
+
+    Attributes:
+      mesh: the mesh that the axes belong to.
+      sizes: the number of devices of each axis.
+    """
 
     dimension: int
     axes: Axes
-    count: int
+    mesh: str
+    sizes: tuple[int, ...]
 
     @classmethod
     def between(cls, whole: Split, sharded: Split, sizes: dict[str, int]) -> _Shards | None:
@@ -47,28 +62,44 @@ class _Shards:
             if after[: len(before)] != before or any(":" in axis for axis in after):
                 return None
             if more := after[len(before) :]:
-                found.append(cls(dimension, more, math.prod(sizes[axis] for axis in more)))
+                found.append(cls(dimension, more, whole.mesh, tuple(sizes[axis] for axis in more)))
         return found[0] if len(found) == 1 else None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def cut(self, names: Axes) -> tuple[_Shards | None, _Shards | None]:
+        """The shards over the major axes that are among `names`, and over the other axes within them."""
+        count = sum(1 for _ in itertools.takewhile(lambda axis: axis.strip('"') in names, self.axes))
+        parts = (self.axes[:count], self.sizes[:count]), (self.axes[count:], self.sizes[count:])
+        major, minor = (_Shards(self.dimension, axes, self.mesh, sizes) if axes else None for axes, sizes in parts)
+        return major, minor
 
 
 class ManualStates:
     """The shard_maps of a program, while the states that they take and return are sharded.
 
     Every shard_map is changed once, by `finish`, however many states it takes.
+
+    Attributes:
+      parameters: the data-parallel axes over which parameters stay split while the model reads them.
+      gradients: the data-parallel axes over which gradients are split in each micro-batch.
     """
 
-    def __init__(self, entry: Computation) -> None:
+    def __init__(self, entry: Computation, parameters: Axes = (), gradients: Axes = ()) -> None:
         self.manuals = manual_computations(entry)
+        self.parameters, self.gradients = parameters, gradients
         self._module = entry.module
         self._channels = itertools.count(free_channel(entry.module))
         self._users = {manual.body: manual.body.users() for manual in self.manuals}
         self._taken = {manual.body: _taken(manual) for manual in self.manuals}
         self._given = {manual.body: manual.results for manual in self.manuals}
-        self._gathered: dict[Computation, dict[Instruction, Instruction]] = {}  # parameters of bodies -> all-gathers
-        self._scattered: set[Computation] = set()
+        self._entered: dict[Computation, dict[Instruction, tuple[_Shards, Instruction]]] = {}
+        self._scattered: dict[Computation, list[tuple[Instruction, _Shards | None]]] = {}
 
     def enter(self, whole: Instruction, readers: Sequence[Instruction]) -> None:
-        """Lets a parameter enter shard_maps in shards, unless other instructions read it, too.
+        """Lets a parameter enter shard_maps in shards, unless other instructions read it whole, too.
 
         Args:
           whole: the sharding constraint that would gather the parameter.
@@ -76,7 +107,8 @@ class ManualStates:
         """
         (state,) = whole.operands
         sharded = stated(state)
-        if sharded is None or any(reader.opcode != "custom-call" for reader in readers):
+        others = any(reader.opcode != "custom-call" for reader in readers)
+        if sharded is None or (others and not self.parameters):
             return
         for manual in self.manuals:
             edge = manual.to_local
@@ -89,26 +121,29 @@ class ManualStates:
         shards = _Shards.between(before, sharded, mesh_axes(self._module, before.mesh))
         if shards is None or not set(shards.axes) <= set(manual.axis_names):
             return
-        gathered = self._gathered.setdefault(manual.body, {})
+        entered = self._entered.setdefault(manual.body, {})
         for number, operand in enumerate(manual.call.operands):
             if _index(operand) == k:
                 parameter = manual.body.parameters[number]
-                gathered[parameter] = self._all_gather(parameter, shards, before.mesh)
-                gathered[parameter].proto.metadata.CopyFrom(state.proto.metadata)
+                entered[parameter] = shards, state
                 for value in (parameter, operand):
-                    _shrink(value.shape, shards)
+                    divide(value.shape, shards.dimension, shards.count)
         edge.operands[k] = state
         if edge.shape.tuple_shapes:
-            _shrink(edge.shape.tuple_shapes[k], shards)
+            divide(edge.shape.tuple_shapes[k], shards.dimension, shards.count)
         _restate(edge, _IN, k, sharded)
 
-    def _all_gather(self, parameter: Instruction, shards: _Shards, mesh: str) -> Instruction:
-        """Appends the all-gather that makes `parameter` whole. `finish` gives it to the readers of `parameter`."""
-        made = Builder(parameter.computation).make(
-            "all-gather", parameter.shape, [parameter], channel_id=next(self._channels), use_global_device_ids=True,
-            dimensions=[shards.dimension],
+    def _gather(self, value: Instruction, dimension: int, shards: _Shards, like: Instruction) -> Instruction:
+        """Appends the all-gather of `value` along `dimension` over the axes of `shards`, named after `like`."""
+        shape = type(value.shape)()
+        shape.CopyFrom(value.shape)
+        shape.dimensions[dimension] *= shards.count
+        made = Builder(value.computation).make(
+            "all-gather", shape, [value], channel_id=next(self._channels), use_global_device_ids=True,
+            dimensions=[dimension],
         )  # fmt: skip
-        _set_groups(made, groups_over(self._module, mesh, shards.axes))
+        _set_groups(made, groups_over(self._module, shards.mesh, shards.axes))
+        made.proto.metadata.CopyFrom(like.proto.metadata)
         return made
 
     def leave(self, value: Instruction, sharded: Split) -> bool:
@@ -135,50 +170,99 @@ class ManualStates:
         if axes is None or not set(shards.axes) <= set(axes):
             return False
         copies = tuple(axis for axis in axes if axis not in shards.axes)
-        root.operands[position] = self._scatter(chain, shards, copies, before.mesh)
+        root.operands[position] = self._scatter(manual, chain, shards, copies)
         held = [root.shape.tuple_shapes[position], manual.call.shape.tuple_shapes[position]]
         for shape in [*held, *(o.shape for o in edge.operands if _index(o) == position)]:
-            _shrink(shape, shards)
+            divide(shape, shards.dimension, shards.count)
         _restate(edge, _OUT, k, sharded)
-        self._scattered.add(manual.body)
         return True
 
-    def _scatter(self, chain: list[Instruction], shards: _Shards, copies: Axes, mesh: str) -> Instruction:
-        """The chain of `_scaled_sum` on shards: a reduce-scatter, an all-reduce over the copies, and the scaling."""
+    def _scatter(
+        self, manual: ManualComputation, chain: list[Instruction], shards: _Shards, copies: Axes
+    ) -> Instruction:
+        """The chain of `_scaled_sum` on shards: reduce-scatters, an all-reduce over the copies, and the scaling."""
         *scaling, total = chain
-        builder = Builder(total.computation)
-        made = builder.copy(total, total.operands)
-        made.proto.opcode = "reduce-scatter"
-        made.proto.dimensions.append(shards.dimension)
-        self._sum_over(made, shards, mesh, shards.axes)
+        builder, (made,) = Builder(total.computation), total.operands
+        early, late = shards.cut(self.gradients)
+        for part in filter(None, (early, late)):
+            made = self._reduce_scatter(total, made, shards.dimension, part)
+            self._scattered.setdefault(manual.body, []).append((made, part if part is early else None))
         if copies:
+            of_shards = made.shape
             made = builder.copy(total, [made])
-            self._sum_over(made, shards, mesh, copies)
+            made.shape.CopyFrom(of_shards)
+            self._over(made, shards.mesh, copies)
         for step in reversed(scaling):
             numbers = [builder.copy(o, o.operands) for o in step.operands[1:]]
             made = builder.copy(step, [made, *numbers])
             for value in (made, *numbers):
-                _shrink(value.shape, shards)
+                divide(value.shape, shards.dimension, shards.count)
         return made
 
-    def _sum_over(self, made: Instruction, shards: _Shards, mesh: str, axes: Axes) -> None:
+    def _reduce_scatter(self, like: Instruction, value: Instruction, dimension: int, shards: _Shards) -> Instruction:
+        """Appends the reduce-scatter of `value` over the axes of `shards`, which adds up as the collective `like`."""
+        builder = Builder(value.computation)
+        alike = value.shape.element_type == like.shape.element_type
+        made = builder.copy(like, [value], None if alike else [addition(builder, value.shape.element_type)])
+        made.proto.opcode = "reduce-scatter"
+        made.proto.ClearField("dimensions")
+        made.proto.dimensions.append(dimension)
+        made.shape.CopyFrom(value.shape)
+        divide(made.shape, dimension, shards.count)
+        self._over(made, shards.mesh, shards.axes)
+        return made
+
+    def _over(self, made: Instruction, mesh: str, axes: Axes) -> None:
         made.proto.channel_id = next(self._channels)
         _set_groups(made, groups_over(self._module, mesh, axes))
-        _shrink(made.shape, shards)
 
-    def finish(self) -> None:
-        """Gives gathered parameters to their readers, and drops the reductions of whole gradients.
+    def finish(self) -> int:
+        """Gathers what entered in shards, and drops the reductions of whole gradients.
 
         Other passes would take such a reduction for a reader of the gradient.
+
+        Returns:
+          The number of gradients that a loop adds up whole, although they shall be split in each micro-batch.
         """
+        whole = 0
         for manual in self.manuals:
-            gathered = self._gathered.get(manual.body, {})
-            replace_all_uses(manual.body, gathered)
-            for parameter, made in gathered.items():
-                made.operands = [parameter]
+            self._gather_entered(manual.body)
             manual.body.sort()
             if manual.body in self._scattered:
                 drop_dead(manual.body)
+                whole += self._scatter_early(manual.body)
+        return whole
+
+    def _gather_entered(self, body: Computation) -> None:
+        users, late = body.users(), LateGathers()
+        for parameter, (shards, state) in self._entered.get(body, {}).items():
+            value, readers = parameter, users[parameter]
+            major, minor = shards.cut(self.parameters)
+            if minor is not None:
+                value = self._gather(parameter, shards.dimension, minor, state)
+            for reader in readers:
+                reader.operands = [value if operand is parameter else operand for operand in reader.operands]
+            if major is not None:
+                gather = functools.partial(self._gather, shards=major, like=state)
+                late.move(value, readers, (shards.dimension, major.count), gather)
+        late.finish()
+
+    def _scatter_early(self, body: Computation) -> int:
+        """Moves reduce-scatters over the axes of gradients into loops. Returns the number of those that could not."""
+        early, stands_for, stayed = EarlyScatters(), dict[Instruction, Instruction](), 0
+        for made, shards in self._scattered[body]:
+            if shards is None:
+                continue
+            scatter = functools.partial(self._reduce_scatter, made, shards=shards)
+            (dimension,) = made.proto.dimensions
+            if early.move(made, (dimension, shards.count), scatter):
+                stands_for[made] = made.operands[0]
+            else:
+                stayed += follows_loop(made.operands[0])
+        early.finish()
+        replace_all_uses(body, stands_for)
+        drop_dead(body)
+        return stayed
 
 
 def _taken(manual: ManualComputation) -> list[Split]:
@@ -218,10 +302,6 @@ def _set_groups(collective: Instruction, groups: list[list[int]]) -> None:
         collective.proto.ClearField(name)
     for group in groups:
         collective.proto.replica_groups.add(replica_ids=group)
-
-
-def _shrink(shape: object, shards: _Shards) -> None:
-    shape.dimensions[shards.dimension] //= shards.count  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _restate(edge: Instruction, attribute: str, k: int, split: Split) -> None:

@@ -21,7 +21,8 @@ Contract
               them. A state that is read outside of updates is a parameter. With `gradients` split over more axes than
               `parameters`, the accumulators of a loop over micro-batches are split over them, too. Parameters are
               converted before they are gathered, if all readers convert them (`narrow_reads.py`). A shard_map gathers
-              and reduce-scatters by itself (`manual_states.py`).
+              and reduce-scatters by itself (`manual_states.py`), each layer in its turn over the axes of `parameters`
+              and `gradients`.
     Leaves    results that are not computed from a placed state. Refuses a program without any placed state, which
               programs that were lowered for GSPMD seem to be.
 
@@ -82,12 +83,14 @@ class StateSharding:
             inline_all(manual.body)
         updates = [one for one in map(_Update.of, _results(entry)) if one.places(self.data)]  # (1)
         self._check_placed(updates)
-        manual = ManualStates(entry)
+        manual = ManualStates(entry, self.parameters, self.gradients)
         read = self._parameters(entry, updates, manual)  # (2)
-        gradients = self._inputs(entry, updates, manual, context)  # (3)
+        gradients = self._inputs(entry, updates, manual)  # (3)
         self._new_states(entry, updates)  # (4)
-        manual.finish()
+        stayed = manual.finish()
         entry.sort()
+        if stayed:
+            context.note("gradients stay whole until the last micro-batch", None, count=stayed)
         held = [shapes.byte_size(one.result.shape) // self._parts(one, module) for one in updates]
         whole = sum(size * self._parts(one, module, self.data) for size, one in zip(held, updates, strict=True))
         shards = sum(held)
@@ -130,41 +133,23 @@ class StateSharding:
             whole = constrained(Builder(entry), state, kept, split.mesh, {})
             for reader in readers:
                 reader.operands = [whole if operand is state else operand for operand in reader.operands]
-            if self.parameters:
-                self._check_not_entered(readers, manual)
             narrowing.narrow(whole, readers)
             manual.enter(whole, readers)
             gathered += 1
         return gathered
 
-    def _check_not_entered(self, readers: list[Instruction], manual: ManualStates) -> None:
-        """Refuses a shard_map over data-parallel axes that takes a parameter whole, although it shall stay split."""
-        if any(
-            one.to_local in readers and {_name(axis) for axis in one.axis_names} & {*self.data}
-            for one in manual.manuals
-        ):
-            raise PassRefusal(
-                "the step's shard_map takes whole parameters, so they cannot stay split while the model reads them; "
-                "use a plan that leaves parameters whole (zero1), or gather layers in the shard_map yourself"
-            )
-
-    def _inputs(self, entry: Computation, updates: list[_Update], manual: ManualStates, context: PassContext) -> int:
+    def _inputs(self, entry: Computation, updates: list[_Update], manual: ManualStates) -> int:
         """Splits the values that updates start from, such as gradients. Returns their number."""
-        sharded, program, by_hand = dict[Instruction, Instruction](), list(entry.instructions), 0
+        sharded, program = dict[Instruction, Instruction](), list(entry.instructions)
         for one in updates:
             split = one.split(self.data)
             for value in one.inputs:
                 if value not in sharded:
                     left = manual.leave(value, split)
-                    by_hand += left
                     held = value if left else self._accumulated(value, split)
                     sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
         for instruction in program:
             instruction.operands = [sharded.get(operand, operand) for operand in instruction.operands]
-        if by_hand and set(self.gradients) > set(self.parameters):
-            context.note(
-                "gradients stay whole until the last micro-batch: a shard_map adds them up", None, count=by_hand
-            )
         return len(sharded)
 
     def _accumulated(self, value: Instruction, split: Split) -> Instruction:

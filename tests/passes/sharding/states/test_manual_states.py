@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.hlo import HloModule, Instruction
@@ -149,15 +147,21 @@ def test_a_sum_over_fewer_devices_than_the_shards_leaves_whole() -> None:
     programs.same(before.compile()(*given), after.compile()(*given), 1e-6)
 
 
-def test_a_shard_map_that_takes_whole_parameters_cannot_keep_them_split() -> None:
-    one = programs.state_sharding(parameters=("dp",), gradients=("dp",))
-    with pytest.raises(DhelixError, match=re.escape("the step's shard_map takes whole parameters")):
-        programs.changed(program(programs.mesh(dp=8))[0], one)
-
-
-def test_gradients_that_stay_whole_until_the_end_are_noted() -> None:
-    _, report = programs.changed(program(programs.mesh(dp=8))[0], programs.state_sharding(gradients=("dp",)))
-    assert report.notes[0].message == "gradients stay whole until the last micro-batch: a shard_map adds them up"
+def test_over_the_axes_of_parameters_layers_are_gathered_and_over_the_others_the_stack() -> None:
+    """Three factors: each group of 2 devices holds a copy of the parameters, and each group of 4 one of gradients."""
+    every = ("copy", "half", "pair")
+    on, spec = programs.mesh(copy=2, half=2, pair=2), P(None, ("pair", "half", "copy"))
+    before, given = program(on, spec, lambda g: lax.pmean(g, every), every)
+    one = programs.state_sharding(every, parameters=("pair",), gradients=("half", "pair"))
+    after, _ = programs.changed(before, one)
+    gathers, scatters = (programs.instructions(after, o) for o in ("all-gather", "reduce-scatter"))
+    at = {len(groups_of(i)[0]): list(i.shape.dimensions) for i in gathers}
+    assert at == {2: [WIDTH, WIDTH], 4: [LAYERS, WIDTH // 2, WIDTH]} and len(gathers) == 3
+    at = {len(groups_of(i)[0]): list(i.shape.dimensions) for i in scatters}
+    assert at == {4: [1, WIDTH // 4, WIDTH], 2: [LAYERS, WIDTH // 8, WIDTH]} and len(scatters) == 2
+    channels = [i.proto.channel_id for i in (*gathers, *scatters)]
+    assert len(set(channels)) == len(channels)
+    programs.same(before.compile()(*given), after.compile()(*given), 1e-6)
 
 
 def without_calls(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
