@@ -37,6 +37,7 @@ from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.sharding.states.parameter_gathering import ParameterGathering
+from dhelix.passes.sharding.states.parameter_prefetch import ParameterPrefetch
 from dhelix.passes.strands.activation_sharing import ActivationSharing
 from dhelix.passes.strands.constant_sinking import ConstantSinking
 from dhelix.passes.strands.gradients.gradient_accumulation import GradientAccumulation
@@ -53,10 +54,10 @@ type Listed = type[Any] | partial[Any]
 
 STRANDS: tuple[Listed, ...] = (
     StrandSkew, StrandDuplication, StrandLockstep, GradientAccumulation, ActivationSharing, StrandEnds, ReplicaSums,
-    ConstantSinking, SliceSeparation, ParameterGathering, StrandSeparation,
+    ConstantSinking, SliceSeparation, ParameterGathering, ParameterPrefetch, StrandSeparation,
 )  # fmt: skip
 ROWS = partial(RowPartition, costs_decide=True)
-GATHERING = partial(ParameterGathering)
+GATHERING, PREFETCH = partial(ParameterGathering), partial(ParameterPrefetch)
 COMMUNICATION: tuple[Listed, ...] = (
     partial(GradientReduction, costs_decide=True),
     ROWS,
@@ -69,9 +70,9 @@ LISTS: Mapping[str, tuple[Listed, ...]] = {
     "dp": (*STRANDS, *COMMUNICATION, StrandPairing),
     "list": (*STRANDS, *COMMUNICATION, CollectiveSchedule),
     "xla": STRANDS,
-    "intra_batch": (GATHERING, ROWS, StreamAssignment, IntraBatch),
+    "intra_batch": (GATHERING, PREFETCH, ROWS, StreamAssignment, IntraBatch),
 }
-ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew", GATHERING: "sharding"}
+ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew", GATHERING: "sharding", PREFETCH: "sharding"}
 """Maps a pass to an option of the step. The pass runs only if this option is given and not 0."""
 _INSTEAD: Mapping[str, type[Any]] = {  # kind of collective -> the pass that decomposes collectives of this kind
     "reduce-scatter": ReduceScatterDecomposition,

@@ -230,7 +230,8 @@ class Specialization:
         """Runs the LOWERED passes."""
         assert self._session is not None
         changed = self._session.run_lowered()
-        if changed is None and self._session.manager.runs_at(Stage.LOWERED):
+        makes_strands = self._options.schedule != "intra_batch"  # which orders programs that no pass has changed, too
+        if changed is None and makes_strands and self._session.manager.runs_at(Stage.LOWERED):
             self._say_nothing_changed()
         else:
             module = lowering.hlo_bytes(self.original) if changed is None else changed

@@ -66,12 +66,19 @@ def check(case: Case, plan: Any, close: float = CLOSE) -> set[str]:
     return {one.name for stage in stages for one in stage.passes if one.outcome == CHANGED}
 
 
-QUICK = [("zero1", "dp 8", 4, False), ("zero1", "dp 8", 1, True), ("zero3", "dp 4, tp 2", 1, False)]
+QUICK = [
+    ("zero1", "dp 8", 4, False),
+    ("zero1", "dp 8", 1, True),
+    ("zero3", "dp 4, tp 2", 1, False),
+    ("zero3", "dp 8", 4, True),
+]
 ALL = [
     *((plan, axes, m, False) for plan in ("dp", "zero1", "zero2", "zero3") for axes in MESHES for m in (1, 4)),
     ("zero1", "dp 8", 1, True),
     ("zero1", "dp 8", 4, True),
     ("zero2", "dp 8", 4, True),
+    ("zero3", "dp 8", 1, True),
+    ("zero3", "dp 8", 4, True),
     ("dp", "dp 8", 4, True),
 ]
 
@@ -85,9 +92,11 @@ def test_five_steps_give_the_numbers_of_the_plain_step(plan: str, axes: str, mic
     assert ("state-sharding" in changed) == (plan != "dp")
     assert ("strand-duplication" in changed) == (microbatches > 1)
     assert ("parameter-gathering" in changed) == (plan in ("zero1", "zero2"))
+    assert ("parameter-prefetch" in changed) == (plan == "zero3" and manual)
 
 
-COPIES = [(name, m, False) for name in PARTIAL for m in (1, 4)] + [("partial", 1, True), ("partial", 4, True)]
+COPIES = [(name, m, False) for name in PARTIAL for m in (1, 4)]
+COPIES += [("partial", 1, True)] + [(name, 4, True) for name in PARTIAL]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +158,6 @@ def test_a_state_under_another_plan_is_refused() -> None:
     everywhere = sharding_plan("zero1", axes=plan.axes)
     with pytest.raises(DhelixError, match=r"the state is split over dp_0, dp_1, but this plan splits it over dp_0"):
         case.sharded(plan)(shard_state(case.state(), everywhere), case.batch())
-
-
-def test_a_shard_map_cannot_keep_parameters_split() -> None:
-    case = case_of("dp 8", manual=True)
-    with pytest.raises(DhelixError, match="the step's shard_map takes whole parameters"):
-        case.sharded("zero3")(shard_state(case.state(), "zero3"), case.batch())
 
 
 def test_inside_another_transformation_the_step_is_the_plain_one() -> None:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.sharding.states.parameter_gathering import ParameterGathering
+from dhelix.passes.sharding.states.parameter_prefetch import ParameterPrefetch
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.pass_lists import default_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
@@ -128,7 +129,7 @@ def mean(params: Tree, batch: jax.Array) -> tuple[jax.Array, Tree]:
 
 def every_size() -> tuple[Any, ...]:
     """The default passes, which here also change small loops."""
-    small: tuple[type, ...] = (ParameterGathering, GradientReduction)
+    small: tuple[type, ...] = (ParameterGathering, ParameterPrefetch, GradientReduction)
     return tuple(replace(p, least=1) if isinstance(p, small) else p for p in default_passes())
 
 
