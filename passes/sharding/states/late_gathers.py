@@ -51,9 +51,14 @@ class _Step:
 
 
 class LateGathers:
-    """Moves the all-gathers of one shard_map. The ways of different parameters do not meet, so users stay known."""
+    """Moves the all-gathers of one computation. The ways of different parameters do not meet, so users stay known.
 
-    def __init__(self) -> None:
+    Attributes:
+      local: whether shapes are those of a device, as in a shard_map. If not, they are global, and stay.
+    """
+
+    def __init__(self, local: bool = True) -> None:
+        self.local = local
         self._users: dict[Computation, dict[Instruction, list[Instruction]]] = {}
         self._changed: dict[Computation, None] = {}
         self._loops: dict[Computation, Instruction] = {}  # the loops of bodies
@@ -84,14 +89,22 @@ class LateGathers:
             for reader in [reader for reader in readers if reader not in steps]:
                 reader.operands = [whole if operand is value else operand for operand in reader.operands]
         for step in filter(None, steps.values()):
-            for shape, at in step.shapes:
-                divide(shape, at, parts)
-            if step.taking is not None:
-                divide_taken(*step.taking, parts)
-            if step.filled is not None:
-                self._fill(*step.filled, parts)
+            if self.local:
+                self._divide(step, parts)
             for passed, at, after in step.passed:
                 self._pass_on(passed, after, (at, parts), gather)
+
+    def _divide(self, step: _Step, parts: int) -> None:
+        for shape, at in step.shapes:
+            divide(shape, at, parts)
+        if step.taking is not None:
+            divide_taken(*step.taking, parts)
+        if step.filled is not None:
+            start, element, at = step.filled
+            empty = start.operands[element]
+            start.operands[element] = Builder(start.computation).copy(empty, empty.operands)
+            divide(start.operands[element].shape, at, parts)
+            self._changed[start.computation] = None
 
     def _keeps(self, reader: Instruction) -> bool:
         """Whether `reader` and the moves after it only write a value into a stack."""
@@ -112,7 +125,7 @@ class LateGathers:
         if reader.opcode == "dynamic-update-slice":
             return self._into_stack(reader, dimension, parts) if places == [1] else None
         whole = list(value.shape.dimensions)
-        whole[dimension] *= parts
+        whole[dimension] *= parts if self.local else 1
         at = moved_dimension(reader, whole, dimension, parts) if places == [0] else None
         if at is None:
             return None
@@ -151,20 +164,13 @@ class LateGathers:
         alone = self._of(write) == (body.root,) and body.root.operands[k] is write and self._of(start) == (loop,)
         if not alone or not starts_at_zero([index]) or not is_empty(start.operands[k]):
             return None
-        same_size = write.shape.dimensions[dimension] == write.operands[1].shape.dimensions[dimension] * parts
+        size = write.operands[1].shape.dimensions[dimension] * (parts if self.local else 1)
         reads = [r for owner in (loop, condition.parameters[0]) for r in self._of(owner) if r.tuple_index == k]
-        if not same_size or any(r.opcode != "get-tuple-element" for r in self._of(loop)):
+        if size != write.shape.dimensions[dimension] or any(r.opcode != "get-tuple-element" for r in self._of(loop)):
             return None
         held = [o.shape.tuple_shapes[k] for o in (start, loop, *body.parameters, *condition.parameters, body.root)]
         where = [(shape, dimension) for shape in (*held, read.shape, write.shape, *(r.shape for r in reads))]
         return _Step(where, [(r, dimension, self._of(r)) for r in reads], filled=(start, k, dimension))
-
-    def _fill(self, start: Instruction, element: int, dimension: int, parts: int) -> None:
-        """Starts a loop with an empty stack of shards."""
-        empty = start.operands[element]
-        start.operands[element] = Builder(start.computation).copy(empty, empty.operands)
-        divide(start.operands[element].shape, dimension, parts)
-        self._changed[start.computation] = None
 
     def _of(self, value: Instruction) -> Readers:
         computation = value.computation

@@ -11,6 +11,7 @@ from dhelix.passes.hlo.stacks import starts_at_zero
 
 TAKES = frozenset(("dynamic-slice", "slice"))
 """Opcodes whose attributes have sizes of the result."""
+_MOVES = frozenset("convert copy reshape slice transpose".split())
 
 
 def moved_dimension(move: Instruction, source: Sequence[int], dimension: int, parts: int) -> int | None:
@@ -60,6 +61,13 @@ def reshaped_dimension(before: Sequence[int], after: Sequence[int], dimension: i
         if size > 1 and math.prod(after[:at]) == outer:
             return at if size % parts == 0 else None
     return None
+
+
+def is_of_layer(value: Instruction) -> bool:
+    """Whether `value` is a slot of a stack, but for moves."""
+    while value.opcode in _MOVES:
+        (value,) = value.operands
+    return value.opcode == "dynamic-slice"
 
 
 def is_wider(convert: Instruction) -> bool:

@@ -117,10 +117,10 @@ def _is_gather(value: Instruction) -> bool:
     if not is_sharding_constraint(value):
         return False
     whole, shards = stated(value), stated(value.operands[0])
-    if whole is None or shards is None or any(whole.free):
+    if whole is None or shards is None:
         return False
-    fewer = [set(a) <= set(b) for a, b in zip(whole.axes, shards.axes, strict=True)]
-    return all(fewer) and whole.axes != shards.axes
+    said = [pair for *pair, free in zip(whole.axes, shards.axes, whole.free, strict=True) if not free]
+    return all(set(after) <= set(before) for after, before in said) and any(after != before for after, before in said)
 
 
 def _found(loop: WhileLoop, gather: Instruction) -> _Gather | None:

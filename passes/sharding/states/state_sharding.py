@@ -44,9 +44,11 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, mesh_axes, stated
-from dhelix.passes.hlo.edit import TO_GLOBAL
+from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL
 from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
+from dhelix.passes.sharding.states.late_gathers import LateGathers
 from dhelix.passes.sharding.states.manual_states import ManualStates
+from dhelix.passes.sharding.states.moves import is_of_layer
 from dhelix.passes.sharding.states.narrow_reads import Narrowing
 
 _ELEMENTWISE = frozenset(
@@ -123,7 +125,7 @@ class StateSharding:
 
     def _parameters(self, entry: Computation, updates: list[_Update], manual: ManualStates) -> int:
         """Gathers placed states where something other than an update reads them. Returns their number."""
-        users, gathered, narrowing = entry.users(), 0, Narrowing()
+        users, gathered, narrowing = entry.users(), list[Instruction](), Narrowing()
         inside = {i for one in updates for i in one.steps}
         for state, split in _placed(updates, self.data).items():
             readers = [user for user in users[state] if user not in inside and user is not entry.root]
@@ -135,8 +137,40 @@ class StateSharding:
                 reader.operands = [whole if operand is state else operand for operand in reader.operands]
             narrowing.narrow(whole, readers)
             manual.enter(whole, readers)
-            gathered += 1
-        return gathered
+            gathered.append(whole)
+        users, late = entry.users() if self.parameters else {}, LateGathers(local=False)
+        for whole in gathered if self.parameters else ():
+            self._gather_late(whole, users[whole], late)
+        late.finish()
+        return len(gathered)
+
+    def _gather_late(self, shards: Instruction, readers: list[Instruction], late: LateGathers) -> None:
+        """Under automatic sharding, gathers a layer's parameters where the layer computes with them.
+
+        Otherwise the partitioner may exchange activations instead, and no pass sees where it gathers. Parameters
+        outside of layers, such as an embedding, are left to the partitioner.
+        """
+        split = stated(shards)
+        entered = any(reader.proto.custom_call_target == TO_LOCAL for reader in readers)
+        if split is None or entered:
+            return
+        found = [n for n, over in enumerate(split.over) if over and not set(over).isdisjoint(self.parameters)]
+        if len(found) != 1:
+            return
+        (dimension,) = found
+        held, others = split.over[dimension], any(axes for n, axes in enumerate(split.axes) if n != dimension)
+
+        def gather(value: Instruction, at: int) -> Instruction:
+            if not is_of_layer(value):
+                return value
+            for over in (held, _only(held, (), self.data)):  # or else the partitioner may gather the whole stack
+                every: list[Over] = [None if others else ()] * len(value.shape.dimensions)
+                every[at] = over
+                value = constrained(Builder(value.computation), value, every, split.mesh, {})
+            return value
+
+        sizes = mesh_axes(shards.computation.module, split.mesh)
+        late.move(shards, readers, (dimension, math.prod(sizes[axis] for axis in split.axes[dimension])), gather)
 
     def _inputs(self, entry: Computation, updates: list[_Update], manual: ManualStates) -> int:
         """Splits the values that updates start from, such as gradients. Returns their number."""

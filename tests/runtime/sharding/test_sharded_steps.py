@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.passes.framework.report import CHANGED
+from dhelix.passes.framework.report import CHANGED, UNCHANGED
 from dhelix.passes.sharding.factors import ONE, Factor, Factors
 from dhelix.runtime.sharding.placed_states import gather_state, shard_state, state_shardings
 from dhelix.runtime.sharding.sharded_program import sharded_program
 from dhelix.runtime.sharding.state_plan import StatePlan, mesh_of, sharding_plan
+from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.sharding.training import Case, difference, mesh, trained
 
 CLOSE = 1e-6
@@ -92,7 +93,7 @@ def test_five_steps_give_the_numbers_of_the_plain_step(plan: str, axes: str, mic
     assert ("state-sharding" in changed) == (plan != "dp")
     assert ("strand-duplication" in changed) == (microbatches > 1)
     assert ("parameter-gathering" in changed) == (plan in ("zero1", "zero2"))
-    assert ("parameter-prefetch" in changed) == (plan == "zero3" and manual)
+    assert ("parameter-prefetch" in changed) == (plan == "zero3")
 
 
 COPIES = [(name, m, False) for name in PARTIAL for m in (1, 4)]
@@ -158,6 +159,14 @@ def test_a_state_under_another_plan_is_refused() -> None:
     everywhere = sharding_plan("zero1", axes=plan.axes)
     with pytest.raises(DhelixError, match=r"the state is split over dp_0, dp_1, but this plan splits it over dp_0"):
         case.sharded(plan)(shard_state(case.state(), everywhere), case.batch())
+
+
+def test_a_step_without_strands_is_ordered_also_if_no_earlier_pass_changes_it() -> None:
+    """Its layers are too small for a prefetch."""
+    case = case_of("dp 8")
+    step = strand_interleave(sharding="zero3", schedule="intra_batch")(case.step)
+    found = step.preview(shard_state(case.state(), "zero3"), case.batch())
+    assert found["parameter-prefetch"].outcome == UNCHANGED and found.left_alone == ""
 
 
 def test_inside_another_transformation_the_step_is_the_plain_one() -> None:

@@ -1,4 +1,4 @@
-"""Steps whose shard_map computes gradients of stacked layers, in micro-batches."""
+"""Steps that compute gradients of stacked layers in micro-batches: in a shard_map, or under automatic sharding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at_once(loss: Loss, w: jax.Array, xs: jax.Array) -> jax.Array:
 
 
 def program(
-    loss: Loss = programs.stack, gradients: Gradients = summed, spec: P = ROWS, dtype: Any = jnp.float32
+    loss: Loss = programs.stack, gradients: Gradients = summed, spec: P = ROWS, manual: bool = True
 ) -> tuple[jax.stages.Lowered, tuple[jax.Array, ...]]:
     """A lowered step and its arguments. `spec` splits the states."""
     on = programs.mesh(dp=8)
@@ -42,11 +42,11 @@ def program(
 
     def step(w: jax.Array, m: jax.Array, xs: jax.Array) -> Any:
         mapped = jax.shard_map(local, mesh=on, in_specs=(P(), ROWS), out_specs=P(), check_vma=False)
-        gradient, value = mapped(w, xs)
+        gradient, value = mapped(w, xs) if manual else (gradients(loss, w, xs), jnp.sum(xs))
         return *programs.momentum(w, m, gradient), value
 
-    given = [programs.placed(on, spec, *STACK, seed=n, dtype=dtype) for n in range(2)]
-    given.append(programs.placed(on, ROWS, BATCHES, 8, WIDTH, seed=2, dtype=dtype))
+    given = [programs.placed(on, spec, *STACK, seed=n) for n in range(2)]
+    given.append(programs.placed(on, ROWS, BATCHES, 8, WIDTH, seed=2))
     return jax.jit(step).lower(*given), tuple(given)
 
 

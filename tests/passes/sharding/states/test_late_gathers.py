@@ -1,4 +1,4 @@
-"""Parameters that stay split in a shard_map are gathered where layers compute with them, and nowhere else."""
+"""Parameters that stay split are gathered where layers compute with them, and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from dhelix.passes.hlo import shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
 from dhelix.tests.passes.sharding.states import manual_steps, programs
 from dhelix.tests.passes.sharding.states.manual_steps import Loss, P, depth, program, sharded, whole_stacks
 from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
@@ -106,4 +107,17 @@ def test_what_is_read_whole_is_gathered_in_each_micro_batch(loss: Loss) -> None:
     before, given = program(loss)
     after = sharded(before)
     assert programs.sizes(after, "all-gather") == [manual_steps.STACK] and depth(after, "all-gather") == [1]
+    programs.same(before.compile()(*given), after.compile()(*given), 1e-5)
+
+
+@pytest.mark.parametrize("loss", [programs.stack, in_bfloat16], ids=["float32", "bfloat16"])
+def test_under_automatic_sharding_a_constraint_gathers_each_layer(loss: Loss) -> None:
+    before, given = program(loss, manual=False)
+    after = sharded(before)
+    compiled = programs.partitioned(after).computations
+    gathered = [list(i.shape.dimensions) for c in compiled for i in c.instructions if i.opcode == "all-gather"]
+    assert gathered and manual_steps.STACK not in gathered
+    constraints = [i for i in programs.instructions(after, "custom-call") if is_sharding_constraint(i)]
+    found = [split.over for i in constraints if len(i.shape.dimensions) == 2 and (split := stated(i))]
+    assert found == [[("dp",), ()], [(), ()]] * 2, "forward and backward: a shard, and the whole layer"
     programs.same(before.compile()(*given), after.compile()(*given), 1e-5)

@@ -16,6 +16,16 @@ from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
 ANY = ParameterPrefetch(least=0)
 
 
+def test_under_automatic_sharding_too() -> None:
+    lowered, given = program(manual=False)
+    after, report = programs.changed(sharded(lowered), ANY)
+    assert [note.facts["gathers"] for note in report.notes] == [1, 1]
+    compiled = programs.partitioned(after).computations
+    gathers = [i for c in compiled for i in c.instructions if i.opcode == "all-gather"]
+    assert len(gathers) == 4 and all(i.shape.dimensions[-2:] == [WIDTH, WIDTH] for i in gathers)
+    programs.same(lowered.compile()(*given), after.compile()(*given), 1e-5)
+
+
 def backwards(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w, reverse=True)[0]))
 
