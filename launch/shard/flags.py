@@ -53,7 +53,13 @@ def define_flags(values: flags.FlagValues) -> None:
     number("seq", None, "tokens of a sequence (default: the model's)")
     number("microbatches", 1, "micro-batches of a step")
     switch("recompute", False, "whether backward computes the forward of each layer again")
-    choice("bytes", "mixed", list(TRAINERS), "mixed: bf16 parameters and gradients, fp32 states; single: all in fp32")
+    choice(
+        "bytes",
+        "mixed",
+        list(TRAINERS),
+        "mixed: bf16 parameters and gradients, fp32 states; single: all in fp32; "
+        "bf16-sums: single, with gradients summed over devices in bf16, as XLA does under automatic sharding",
+    )
     real("memory", None, "GB of memory of a GPU that may be used (default: all of it)")
     real("bucket", 256.0, "MB of an all-reduce bucket")
     real("mfu", None, "share of the GPU's peak that compute reaches, attention not halved (default: of the GPU)")

@@ -18,7 +18,7 @@ from dhelix.models.presets import PRESETS
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
 from dhelix.passes.sharding.factors import Factor
 from dhelix.passes.sharding.overlap import Overlap
-from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, ModelSizes, Module
+from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, Matrix, ModelSizes, Module
 from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles.estimates.estimator import hardware_of
@@ -113,6 +113,8 @@ def model_sizes(name: str, config: DecoderConfig, seq: int) -> ModelSizes:
         (Module("embedding", table, 0.0), Module("head", outside - table, OPS_PER_PARAMETER * table)),
         config.hidden,
         config.vocab,
+        config.kept_bytes,
+        tuple(Matrix(shape[0], math.prod(shape)) for shape in config.layer_shapes.values() if len(shape) > 1),
     )
 
 

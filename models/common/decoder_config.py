@@ -69,6 +69,19 @@ class DecoderConfig(abc.ABC):
         return self.parameter_count
 
     @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of one layer's parameters, by name. Empty if the configuration does not say them."""
+        return {}
+
+    @property
+    def kept_bytes(self) -> float | None:
+        """Bytes for each token that backward needs of one layer's forward, without rematerialization.
+
+        Attention is cuDNN's, which stores no scores. None if the configuration does not say it.
+        """
+        return None
+
+    @property
     def looked_up_count(self) -> int:
         """The number of parameters that are only looked up, and multiply nothing. A tied embedding multiplies."""
         return 0 if self.tie_embeddings else self.vocab * self.hidden

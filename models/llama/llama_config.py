@@ -31,6 +31,29 @@ class LlamaConfig(DecoderConfig):
         tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden
         return tables + self.layers * layer + self.hidden
 
+    @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, ffn = self.hidden, self.ffn
+        heads, kv_heads = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        return {
+            "attention_norm": (hidden,),
+            "wq": (hidden, *heads),
+            "wk": (hidden, *kv_heads),
+            "wv": (hidden, *kv_heads),
+            "wo": (*heads, hidden),
+            "ffn_norm": (hidden,),
+            "w_gate": (hidden, ffn),
+            "w_up": (hidden, ffn),
+            "w_down": (ffn, hidden),
+        }
+
+    @property
+    def kept_bytes(self) -> float | None:
+        residuals = 4 * self.hidden  # the inputs of both blocks, before and after their norms
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim  # queries and outputs, keys and values
+        log_sums = 4 * self.heads  # of the softmax, float32
+        return (4 if self.dtype == "float32" else 2) * (residuals + attention + 2 * self.ffn) + log_sums
+
 
 _LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, ffn=28672)
 _LLAMA_405B = LlamaConfig(hidden=16384, layers=126, heads=128, ffn=53248)

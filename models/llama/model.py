@@ -61,22 +61,6 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
     return specs
 
 
-def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    hidden, ffn = config.hidden, config.ffn
-    heads, kv_heads = (config.heads, config.head_dim), (config.kv_heads, config.head_dim)
-    return {
-        "attention_norm": (hidden,),
-        "wq": (hidden, *heads),
-        "wk": (hidden, *kv_heads),
-        "wv": (hidden, *kv_heads),
-        "wo": (*heads, hidden),
-        "ffn_norm": (hidden,),
-        "w_gate": (hidden, ffn),
-        "w_up": (hidden, ffn),
-        "w_down": (ffn, hidden),
-    }
-
-
 def init_params(config: LlamaConfig, key: jax.Array) -> Params:
     """Initial parameters in `param_dtype` (`initial_layers`). Embedding and head have standard deviation 0.02.
 
@@ -85,7 +69,7 @@ def init_params(config: LlamaConfig, key: jax.Array) -> Params:
     embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + len(_LAYER_SPECS))
     params = {
         "embedding": normal(config, embedding_key, (config.vocab, config.hidden)),
-        "layers": as_configured(config, initial_layers(config, layer_keys, _layer_shapes(config))),
+        "layers": as_configured(config, initial_layers(config, layer_keys, config.layer_shapes)),
         "final_norm": jnp.ones((config.hidden,), config.param_dtype),
     }
     if not config.tie_embeddings:

@@ -65,6 +65,14 @@ class MoeConfig(LlamaConfig):
             )
 
     @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}  # those of the experts are in `models.moe.model`
+
+    @property
+    def kept_bytes(self) -> float | None:
+        return None
+
+    @property
     def parameter_count(self) -> int:
         return self._parameters(self.experts)
 

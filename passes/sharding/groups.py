@@ -76,7 +76,7 @@ def solve(
 
     Args:
       limit: bytes of memory of a device.
-      others: bytes that no factor changes: activations, buckets, logits.
+      others: bytes that no factor changes: activations, unreduced gradients, logits.
 
     Raises:
       ShardingError: nothing fits, or a name occurs twice.

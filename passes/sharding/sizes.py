@@ -36,6 +36,14 @@ class Module:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A matrix of a layer: its first dimension, and its number of elements."""
+
+    rows: int
+    size: int
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model. All of its layers are equal.
 
@@ -46,6 +54,8 @@ class ModelSizes:
       outside: the modules outside of layers: embedding first, head last.
       hidden: width of the activations between layers.
       vocabulary: number of columns of the logits; 0 if there is no head.
+      kept: bytes for each token that backward needs of one layer's forward; None: `memory.KEPT` is assumed.
+      matrices: the matrices of one layer; none if unknown.
     """
 
     name: str
@@ -54,6 +64,8 @@ class ModelSizes:
     outside: tuple[Module, ...]
     hidden: int
     vocabulary: int = 0
+    kept: float | None = None
+    matrices: tuple[Matrix, ...] = ()
 
     @property
     def layer_parameters(self) -> int:
@@ -150,13 +162,17 @@ MIXED = StateBytes()
 """bf16 parameters and gradients; fp32 parameters, momentum and variance as optimizer states (AMSP II-C)."""
 
 SINGLE = StateBytes(4.0, 4.0, 8.0, 2.0, 4.0, copied=True)
-"""fp32 parameters, gradients and Adam moments; computation in bf16, so that gathers move 2 bytes."""
+"""fp32 parameters, gradients and Adam moments; computation in bf16, so that gathers move 2 bytes. A `shard_map` sums
+gradients over devices in fp32."""
+
+BF16_SUMS = replace(SINGLE, moved_gradient=2.0)
+"""As SINGLE, under automatic sharding: XLA's partitioner sums gradients over devices in bf16."""
 
 FROZEN = replace(MIXED, gradient=0.0, optimizer=0.0)
 """bf16 parameters that are not trained, such as the base of adapters."""
 
-TRAINERS = {"mixed": MIXED, "single": SINGLE}
-"""Names of the two kinds of `StateBytes`."""
+TRAINERS = {"mixed": MIXED, "single": SINGLE, "bf16-sums": BF16_SUMS}
+"""Names of the kinds of `StateBytes`."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +199,11 @@ class Batch:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one device."""
         return self.sequences * self.length
+
+    @property
+    def strands(self) -> int:
+        """Micro-batches that are computed at once: two, if there are two."""
+        return min(self.microbatches, 2)
 
 
 def check_names(names: Iterable[str]) -> None:

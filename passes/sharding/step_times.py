@@ -17,6 +17,9 @@ If tensors are split inside, a device needs only its pieces of a reduced gradien
     T_os0  n * (t(RS, b, s_os / s_p) + t(AR, b |s_p| / |s_os|, s_dp / s_os))                   b: bytes of a bucket
     T_g    (M - 1) * n * t(RS, b, s_g / s_p)
 
+Modules outside of layers stay gathered until their backward, and two strands without a loop gather them once. So T_p
+has one gather of them for each micro-batch, and one in all if M <= 2.
+
 Corrections: the sum goes from 1 to K and includes modules outside of layers. Both printed factors s_p1 / s_p1 are
 s_dp1 / s_p1 and s_os1 / s_p1. A device holds Phi / |s_p| gradients, so the number of buckets is divided by |s_p|. Here
 buckets are equal; the printed U for each would count the last one as full. The all-reduce of T_os0 is the data-parallel
@@ -135,12 +138,14 @@ class StepTimes:
       compute: forward and backward of all micro-batches, while nothing communicates.
       update: the optimizer's update.
       basis: seconds of communication by where their times come from.
+      moved: bytes that a device's collectives take or give, by kind, as `passes.analysis.collectives` counts them.
     """
 
     parts: tuple[Part, ...]
     compute: float
     update: float
     basis: dict[Basis, float] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -176,7 +181,7 @@ class StepTimes:
         busy = sum(backward) if step.overlap.gather else 0.0  # else they run while nothing computes
         parts = (*gathers, step.all_reduce(busy), step.broadcast(forward), step.accumulation(busy))
         compute = job.batch.microbatches * (job.forward + job.backward)
-        return cls(parts, compute, job.update_seconds(factors), step.basis)
+        return cls(parts, compute, job.update_seconds(factors), step.basis, step.moved)
 
 
 class _Step:
@@ -185,30 +190,39 @@ class _Step:
     def __init__(self, job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap) -> None:
         self.job, self.factors, self.times, self.overlap = job, factors, times, overlap
         self.basis: dict[Basis, float] = {}
+        self.moved: dict[str, float] = {}
 
     def _read(self, op: str, size: float, group: Factor, count: float = 1, together: int = 1) -> float:
         """The time of one collective (of `together` ones as one launch), which the step runs `count` times."""
         found = self.times.of(op, size, group, self.factors.mesh, together)
         if found.seconds:
             self.basis[found.basis] = self.basis.get(found.basis, 0.0) + count * found.seconds
+        if group.size > 1 and size * count:
+            self.moved[op] = self.moved.get(op, 0.0) + count * together * size
         return found.seconds
 
-    def _modules(self, op: str, moved: float, group: Factor) -> tuple[Sequence[float], Sequence[float]]:
-        """The times for each module of a layer, and for each module outside of layers."""
+    def _modules(self, op: str, moved: float, group: Factor, outside: float) -> tuple[Sequence[float], Sequence[float]]:
+        """The times for each module of a layer, and for each module outside of layers, in one micro-batch.
+
+        Args:
+          outside: how often a step runs the collectives of modules outside of layers.
+        """
         sizes, m = self.job.sizes, self.job.batch.microbatches
         inside = [self._read(op, moved * module.parameters, group, m * sizes.layers) for module in sizes.modules]
-        return inside, [self._read(op, moved * module.parameters, group, m) for module in sizes.outside]
+        ends = [self._read(op, moved * module.parameters, group, outside) for module in sizes.outside]
+        return inside, [outside / m * seconds for seconds in ends]
 
     def parameters(self) -> tuple[Part, Part, Part]:
         """T_p: gathers of forward and backward, and the reduce-scatter."""
         job, group, kept = self.job, self.factors.parameters, self.job.kept
-        m, layers = job.batch.microbatches, job.sizes.layers
+        m, layers, inside = job.batch.microbatches, job.sizes.layers, job.split == "inside"
+        forward = 1 if inside and m == job.batch.strands else m
         found = [
-            self._modules(ALL_GATHER, kept.moved_parameter, group),
-            self._modules(ALL_GATHER, kept.moved_parameter, job.secondary or group),
-            self._modules(REDUCE_SCATTER, kept.moved_gradient if kept.gradient else 0.0, group),
+            self._modules(ALL_GATHER, kept.moved_parameter, group, forward),
+            self._modules(ALL_GATHER, kept.moved_parameter, job.secondary or group, 0 if inside else m),
+            self._modules(REDUCE_SCATTER, kept.moved_gradient if kept.gradient else 0.0, group, m),
         ]
-        totals = [m * (layers * sum(inside) + sum(outside)) for inside, outside in found]
+        totals = [m * (layers * sum(modules) + sum(ends)) for modules, ends in found]
         stretch = Stretch(
             [job.forward_seconds(module) for module in job.sizes.modules],
             [job.forward_seconds(module) for module in job.sizes.outside],

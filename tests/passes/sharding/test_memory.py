@@ -1,11 +1,17 @@
-"""Memory of a device: model states under factors, activations, temporary buffers."""
+"""Memory of a device: model states under factors, activations, temporary buffers.
+
+`tests/benchmarks/sharding/test_against_xla.py` compares the memory of a split inside tensors with compiled steps.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dhelix.passes.sharding.memory import activation_bytes, memory
-from dhelix.passes.sharding.sizes import MIXED, SINGLE, Batch
+from dhelix.passes.sharding.factors import Factor, Factors
+from dhelix.passes.sharding.memory import Memory, activation_bytes, memory
+from dhelix.passes.sharding.sizes import FROZEN, MIXED, SINGLE, Batch, Matrix
 from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, factors, llama
 
 PHI = LLAMA_7B.parameters
@@ -39,3 +45,57 @@ def test_a_trainer_in_single_precision_keeps_a_copy_of_what_is_not_gathered() ->
     assert memory(LLAMA_7B, replicated, MIXED, Batch(), 256e6).gathered == 0
     gathered = memory(LLAMA_7B, factors((8, 4), (8, 4), (8, 4), (8, 4)), SINGLE, Batch(), 256e6).gathered
     assert gathered == 2 * 2 * LLAMA_7B.layer_parameters  # two layers in flight
+
+
+# ---- split inside tensors, as the program does
+
+MESH = Factor(8, 4)
+KNOWN = replace(LLAMA_7B, kept=100_000.0)
+
+
+def inside(strategy: str, microbatches: int = 1, sizes=KNOWN, kept=SINGLE, recompute: bool = False) -> Memory:
+    batch = Batch(microbatches=microbatches, recompute=recompute)
+    return memory(sizes, Factors.named(strategy, MESH), kept, batch, 256e6, "inside")
+
+
+@pytest.mark.parametrize("strategy, share", [("dp", 1), ("zero1", 1), ("zero2", 32), ("zero3", 32)])
+def test_only_several_micro_batches_need_sums_of_gradients(strategy: str, share: int) -> None:
+    assert inside(strategy, 1).gradients == 2 * PHI / share
+    assert inside(strategy, 2).gradients == inside(strategy, 8).gradients == 4 * PHI / share
+
+
+def test_parameters_are_stored_like_optimizer_states_and_read_as_a_copy() -> None:
+    found = inside("zero1")
+    assert (found.parameters, found.optimizer, found.gathered) == (4 * PHI / 32, 8 * PHI / 32, 2 * PHI)
+    assert inside("zero1", 2).gathered == 2 * PHI + 2 * PHI / 32  # the shards that wait for their gathers
+    layer, ends = 2 * LLAMA_7B.layer_parameters, 2 * LLAMA_7B.outside_parameters
+    assert inside("zero3").gathered == 2 * PHI / 32 + layer
+    assert inside("zero3", 2).gathered == 2 * PHI / 32 + 2 * layer + ends  # both strands gather
+
+
+def test_a_matrix_whose_first_dimension_does_not_divide_is_transposed_after_its_gather() -> None:
+    uneven = replace(KNOWN, matrices=(Matrix(4096, 4096**2), Matrix(11_000, 11_000 * 4096)))
+    more = [inside("zero1", m, sizes=uneven).gathered - inside("zero1", m).gathered for m in (1, 2)]
+    assert more == [0, 2 * 32 * 11_000 * 4096]  # gradients of a single strand take its place
+    assert inside("zero3", sizes=uneven) == inside("zero3")
+
+
+def test_a_layer_is_recomputed_beside_its_gradients() -> None:
+    layer, inputs = 100_000 * 4096, 2 * 4096 * 4096
+    assert inside("zero1").activations == 33 * layer
+    assert inside("zero1", recompute=True).activations == 32 * inputs + 2 * layer
+    generic = replace(KNOWN, kept=None)
+    assert inside("zero1", sizes=generic).activations == 33 * 34 * 4096 * 4096
+
+
+def test_one_strand_is_at_the_layers_or_at_the_head() -> None:
+    large = replace(KNOWN, vocabulary=500_000)
+    assert inside("dp").logits == 0 and inside("dp").activations == 33 * 100_000 * 4096
+    assert inside("dp", sizes=large).logits == 2 * 4096 * 500_000
+    assert inside("dp", sizes=large).activations == 32 * 100_000 * 4096
+    assert inside("dp", 2).logits == 2 * 4096 * 32_000 and inside("dp", 2).activations == 33 * 100_000 * 4096
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    found = inside("zero3", 2, kept=FROZEN)
+    assert found.gradients == found.unreduced == found.optimizer == 0

@@ -53,6 +53,29 @@ def test_a_split_inside_tensors_gathers() -> None:
 
 
 @pytest.mark.parametrize(
+    "strategy, gathered, scattered, reduced",
+    [("dp", 0, 0, 1), ("zero1", 1, 1, 0), ("zero2", 1, 4, 0), ("zero3", 8, 4, 0)],
+)
+def test_bytes_by_kind(strategy: str, gathered: int, scattered: int, reduced: int) -> None:
+    """How often four micro-batches move all parameters; modules outside of layers are gathered in forward alone."""
+    ours = times(Factors.named(strategy, Factor(*MESH)), job(batch=Batch(microbatches=4), split="inside")).moved
+    again = 2 * 4 * LLAMA_7B.outside_parameters if strategy == "zero3" else 0
+    counts = {ALL_GATHER: gathered, REDUCE_SCATTER: scattered, ALL_REDUCE: reduced}
+    expected = {kind: 2 * PHI * count for kind, count in counts.items() if count}
+    assert ours == pytest.approx(expected | ({ALL_GATHER: 2 * PHI * gathered - again} if gathered else {}))
+
+
+def test_two_micro_batches_are_two_strands_that_gather_the_ends_once() -> None:
+    def moved(microbatches: int, split: str) -> float:
+        batch = Batch(microbatches=microbatches)
+        return times(Factors.named("zero3", Factor(*MESH)), job(batch=batch, split=split)).moved[ALL_GATHER] / 2
+
+    layers, ends = PHI - LLAMA_7B.outside_parameters, LLAMA_7B.outside_parameters
+    assert [moved(m, "inside") for m in (1, 2, 4)] == [2 * m * layers + n * ends for m, n in ((1, 1), (2, 1), (4, 4))]
+    assert moved(2, "between") == 4 * PHI
+
+
+@pytest.mark.parametrize(
     "found, absent",
     [
         (Factors.named("dp", Factor(*MESH)), {*PARTS} - {"all-reduce"}),
