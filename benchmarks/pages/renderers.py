@@ -25,6 +25,7 @@ from dhelix.benchmarks.pipeline import tables as pipeline_tables
 from dhelix.benchmarks.prediction import held_out as held_out_study
 from dhelix.benchmarks.prediction import predictions as prediction_study
 from dhelix.benchmarks.programs import policy_and_reference as policy_study
+from dhelix.benchmarks.sharding import against_xla as sharding_memory_study
 from dhelix.benchmarks.sharding import run as sharding_study
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.benchmarks.strands import tables as strand_tables
@@ -108,6 +109,11 @@ def policy_and_reference(paths: Sequence[Path]) -> str:
 def sharding(paths: Sequence[Path]) -> str:
     """The numbers of AMSP beside the planner's."""
     return "\n\n".join(sharding_study.markdown(_load(path)) for path in paths)
+
+
+def sharding_memory(paths: Sequence[Path]) -> str:
+    """The planner's memory and bytes of collectives beside those of compiled steps."""
+    return "\n\n".join(sharding_memory_study.markdown(_load(path)) for path in paths)
 
 
 def records(paths: Sequence[Path]) -> str:
