@@ -60,7 +60,7 @@ def predicted(case: Case) -> dict[str, Any]:
 
 def candidate_of(case: Case) -> Candidate:
     """The planner's candidate of a case. Its times do not matter here."""
-    config = preset(case.model, case.layers, seq=SEQUENCE)
+    config = preset(case.model, seq=SEQUENCE)
     job = Job(
         model_sizes(case.model, config, SEQUENCE),
         Batch(1, SEQUENCE, case.microbatches),

@@ -18,7 +18,6 @@ class Case:
       strategy: how states are sharded, a name of `Factors.named`.
       microbatches: micro-batches of a step.
       sharding: "auto" or "shard_map", see `make_train_step`.
-      layers: number of layers; None: the model's.
     """
 
     model: str
@@ -26,4 +25,3 @@ class Case:
     strategy: str
     microbatches: int
     sharding: str = "auto"
-    layers: int | None = None

@@ -38,7 +38,7 @@ def compile_case(case: Case, target: str = "h200") -> dict[str, Any]:
     """
     began = time.perf_counter()
     mesh = deviceless.mesh({"dp": case.gpus, "tp": 1}, target)
-    config = preset(case.model, case.layers, seq=SEQUENCE)
+    config = preset(case.model, seq=SEQUENCE)
     training = make_train_step(config, mesh, optax.adamw(1e-3), case.microbatches, case.sharding)  # type: ignore[arg-type]
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
