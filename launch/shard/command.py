@@ -70,7 +70,7 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
         _check_measured(task, shown.times.guessed, shown.times.scaled)
     known = baselines(task.job, task.mesh, task.times, task.overlap)
     placed = placed_by(Topology.load(chosen["topology"]), shown.factors) if chosen["topology"] else None
-    return ShardView(task, planned, shown, known, placed)
+    return ShardView(task, planned, shown, known, placed, tuple(chosen["axes"]))
 
 
 def plan_of(view: ShardView) -> Plan:

@@ -70,5 +70,9 @@ def define_flags(values: flags.FlagValues) -> None:
     text("topology", None, "JSON file with the leaf switch of each node: also place the nodes")
     text("chart", None, "draw memory against exposed time of all factors to this .png or .svg file")
     text("out", None, "write the factors to this plan file")
+    flags.DEFINE_list(
+        "axes", [], "with --out: your data-parallel mesh axes, the major one first (default: dp, or dp_1,dp_0, ...)",
+        flag_values=values,
+    )  # fmt: skip
     number("top", 8, "largest number of rows in a table")
     define_json(values)

@@ -36,6 +36,7 @@ class ShardView:
       chosen: the shown candidate: the planner's, or that of `--factors`.
       known: candidates of known strategies, by name.
       placed: the placement, if a topology was given.
+      axes: the data-parallel mesh axes that the user named.
     """
 
     task: Task
@@ -43,12 +44,13 @@ class ShardView:
     chosen: Candidate
     known: dict[str, Candidate]
     placed: Placed | None = None
+    axes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> ShardingPlan:
         """The section of a plan file."""
         order = self.placed.order if self.placed else None
-        return ShardingPlan(self.chosen.factors, self.task.job.split, order)
+        return ShardingPlan(self.chosen.factors, self.task.job.split, order, self.axes)
 
     def gain(self, candidate: Candidate) -> float | None:
         """How many times as fast the chosen factors are; None if the candidate does not fit."""

@@ -25,7 +25,7 @@ from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.options import Options
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.launch.train.sharded import ShardedTraining, with_states
+from dhelix.launch.train.sharded import ShardedTraining, states_of, with_states
 from dhelix.models import (
     GptConfig,
     LlamaConfig,
@@ -172,8 +172,9 @@ def make_training(options: Options, config: DecoderConfig, devices: Sequence[Any
     axes = mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp, experts)
     mesh = _valid(lambda: make_mesh(axes["dp"], axes["tp"], devices, options.pp, axes.get("ep"), axes["cp"]))
     training = _valid(lambda: _training(options, config, mesh))
-    if options.states:
-        training = with_states(training, options.states)
+    states = states_of(options.states, options.step.plan)
+    if states is not None:
+        training = with_states(training, states)
     batch = options.batch or options.microbatches * axes["dp"] * axes.get("ep", 1)
     _valid(lambda: training.check_batch(training.abstract_batch(batch)))
     if isinstance(config, MoeConfig):

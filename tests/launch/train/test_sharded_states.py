@@ -32,5 +32,5 @@ def test_a_device_holds_its_share_between_steps():
 
 
 def test_a_pipeline_places_its_own_states():
-    with pytest.raises(DhelixError, match="--states does not work with --pp"):
+    with pytest.raises(DhelixError, match="not sharded with --pp"):
         trainer.prepare(trainer.Options(**TINY | {"layers": 4, "mesh": "dp=2,tp=2", "pp": 2}, states="zero1"))
