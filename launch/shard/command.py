@@ -17,11 +17,11 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch.shard import chart, tables
 from dhelix.launch.shard.job import Task, task_of
-from dhelix.launch.shard.view import ShardView, factors_of, placed_by
+from dhelix.launch.shard.placed import placed_by
+from dhelix.launch.shard.view import ShardView, factors_of
 from dhelix.launch.shown import json_output
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
-from dhelix.passes.sharding.placement import Topology
 from dhelix.passes.sharding.planner import baselines, evaluate, plan
 from dhelix.profiles.hardware import ALL, Hardware
 
@@ -69,7 +69,7 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
     if chosen["strict"]:
         _check_measured(task, shown.times.guessed, shown.times.scaled)
     known = baselines(task.job, task.mesh, task.times, task.overlap)
-    placed = placed_by(Topology.load(chosen["topology"]), shown.factors) if chosen["topology"] else None
+    placed = placed_by(chosen["topology"], shown) if chosen["topology"] else None
     return ShardView(task, planned, shown, known, placed, tuple(chosen["axes"]))
 
 

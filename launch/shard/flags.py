@@ -67,7 +67,10 @@ def define_flags(values: flags.FlagValues) -> None:
         "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
     )
     switch("strict", False, "fail if a time of the chosen factors was not measured")
-    text("topology", None, "JSON file with the leaf switch of each node: also place the nodes")
+    flags.DEFINE_list(
+        "topology", [], "JSON file with the leaf switch of each node, dump of NCCL_TOPO_DUMP_FILE, or both: also order "
+        "nodes and GPUs", flag_values=values,
+    )  # fmt: skip
     text("chart", None, "draw memory against exposed time of all factors to this .png or .svg file")
     text("out", None, "write the factors to this plan file")
     flags.DEFINE_list(

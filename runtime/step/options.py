@@ -237,7 +237,7 @@ class StepOptions(JitOptions):
 
     @property
     def orders_by_plan(self) -> bool:
-        """Whether `plan` is known to decide the order. A file that was not read yet may only say how to shard states."""
+        """Whether `plan` is known to decide the order. A file that was not read yet may only shard states."""
         return self.plan is not None and not isinstance(self.plan, (str, Path)) and not self.plan.only_shards
 
     @property
