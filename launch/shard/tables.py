@@ -53,6 +53,8 @@ def _certainty(view: ShardView) -> str:
 def print_view(view: ShardView, console: Console, rows: int) -> None:
     """Prints the headline, the parts of memory and time, and the alternatives."""
     console.print(headline(view), style="bold", markup=False)
+    for note in view.task.notes:
+        console.print(f"- {note}", soft_wrap=True, markup=False)
     _print_memory(view, console)
     _print_times(view, console)
     _print_candidates(view, console, rows)
@@ -67,6 +69,8 @@ def _print_memory(view: ShardView, console: Console) -> None:
             table.add_row(name, f"{size / _GB:.2f}")
     table.add_row("total", f"{view.chosen.memory.total / _GB:.2f}", style="bold")
     table.add_row("limit", f"{view.planned.limit / _GB:.2f}")
+    if view.task.job.rest is not None:
+        table.caption = "Activations are all that is neither states nor gathered parameters."
     console.print(table)
 
 

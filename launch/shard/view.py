@@ -79,6 +79,7 @@ class ShardView:
                 ],
             },
             "times_from": task.source,
+            "notes": list(task.notes),
             "guessed": round(times.guessed, 6),
             "scaled": round(times.scaled, 6),
             "gains": {name: self._gain(candidate) for name, candidate in self.known.items()},

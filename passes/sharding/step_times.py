@@ -77,6 +77,8 @@ class Job:
       bucket: bytes of an all-reduce bucket, U.
       split: one of SPLITS.
       secondary: the part over which backward gathers, as ZeRO++ does; None means that of the parameters.
+      rest: measured bytes of everything but states and gathered parameters; None: activations, buckets and logits by
+        the formulas of `memory.py`.
     """
 
     sizes: ModelSizes
@@ -86,6 +88,7 @@ class Job:
     bucket: float = 256e6
     split: str = "between"
     secondary: Factor | None = None
+    rest: float | None = None
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:

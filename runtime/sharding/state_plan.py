@@ -170,7 +170,7 @@ def _section(plan: Any) -> ShardingPlan:
 
 
 def mesh_of(
-    plan: StatePlan | Factors | str,
+    plan: StatePlan | Factors | str | Path | Any,
     devices: Sequence[Any] | None = None,
     group: int | None = None,
     nodes: Sequence[str] | None = None,

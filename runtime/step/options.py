@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dhelix.profiles.collective_matmul.sites import Form
     from dhelix.profiles.profile import Profile
     from dhelix.runtime.pipeline.fold import Fold
+    from dhelix.runtime.sharding.live_plan import PlannedStates
     from dhelix.runtime.sharding.state_plan import StatePlan
     from dhelix.runtime.step.interleaved_step import InterleavedStep
 
@@ -116,9 +117,10 @@ class StepOptions(JitOptions):
         pipeline: the pipeline (`Fold`) through which `dhelix.value_and_grad` sends the micro-batches. It needs
             `microbatches`, a model that scans over its layers, and a state folded by `Fold.fold`
             (docs/guide/pipeline.md).
-        sharding: how model states are sharded over data-parallel devices: a strategy such as "zero1", or what
-            `dhelix.sharding_plan` returns. The step then takes and returns states that `dhelix.shard_state` has placed
-            (docs/guide/sharding.md). None: states are as the arguments are.
+        sharding: how model states are sharded over data-parallel devices: a strategy such as "zero1", a plan file of
+            `dhelix shard`, or what `dhelix.sharding_plan` or `dhelix.plan_sharding` returns. The step then takes and
+            returns states that `dhelix.shard_state` has placed (docs/guide/sharding.md). None: states are as the
+            arguments are.
         skew: number of layers by which the strands are apart. The first and last layers of the step then also overlap
             with another micro-batch. This makes a step faster if communication is slow and micro-batches are few. The
             residuals of `skew` more layers stay alive. At least 3 micro-batches are needed
@@ -170,7 +172,7 @@ class StepOptions(JitOptions):
     microbatches: int | None = None
     reduce: Reduce = "mean"
     pipeline: Fold | None = None
-    sharding: StatePlan | Factors | str | Path | None = None
+    sharding: StatePlan | PlannedStates | Factors | str | Path | None = None
     skew: int = _flag(
         0,
         "layers by which the strands are apart, so that the step's first and last layers also overlap (default: 0)",

@@ -137,7 +137,7 @@ class StateSharding:
 
     def _check_not_entered(self, readers: list[Instruction]) -> None:
         """Refuses a shard_map that takes a parameter whole, although the parameter shall stay split."""
-        if any(reader.opcode == "custom-call" and reader.proto.custom_call_target == TO_LOCAL for reader in readers):
+        if any(map(_enters, readers)):
             raise PassRefusal(
                 "the step's shard_map takes whole parameters, so they cannot stay split while the model reads them; "
                 "use a plan that leaves parameters whole (zero1), or gather layers in the shard_map yourself"
@@ -230,6 +230,11 @@ class _Update:
         return found
 
 
+def _enters(reader: Instruction) -> bool:
+    """Whether an instruction takes a value into a shard_map."""
+    return reader.opcode == "custom-call" and reader.proto.custom_call_target == TO_LOCAL
+
+
 def _results(entry: Computation) -> list[Instruction]:
     root = entry.root
     found = root.operands if root.opcode == "tuple" else [root]
@@ -258,3 +263,68 @@ def _name(axis: str) -> str:
 def _only(over: Over, kept: Axes, data: Axes) -> Over:
     """The axes of a dimension without the data-parallel axes that are not among `kept`."""
     return None if over is None else tuple(axis for axis in over if axis in kept or axis not in data)
+
+
+@dataclass(frozen=True)
+class FoundStates:
+    """The model states of a program, by the numbers of the entry's arguments.
+
+    Attributes:
+      parameters: states that are also read outside of updates.
+      optimizer: the other states.
+      gradient: bytes of an element of the gradients, as updates read them.
+      computed: bytes of an element of most operands of matrix products.
+      entered: whether a shard_map takes parameters whole.
+    """
+
+    parameters: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    gradient: int
+    computed: int
+    entered: bool
+
+
+def find_states(module: HloModule) -> FoundStates:
+    """Finds the states of a program, whether they are placed or not. It takes the program's calls apart.
+
+    A state is an argument from which a result of its shape and type is computed element by element. If such a result
+    comes from states of another type alone, as that of fp32 masters does, an argument of its own type is a state, too.
+    """
+    entry = module.entry
+    inline_all(entry)
+    for manual in manual_computations(entry):
+        inline_all(manual.body)
+    updates = [one for one in map(_Update.of, _results(entry)) if one.states]
+    states: dict[Instruction, None] = {}
+    copied: list[Instruction] = []
+    for one in updates:
+        alike = [state for state in one.states if shapes.same(state.shape, one.result.shape)]
+        states |= dict.fromkeys(alike)
+        copied += [] if alike else [one.result]
+    arguments = [i for i in entry.instructions if i.opcode == "parameter" and i not in states]
+    arguments.sort(key=lambda argument: argument.proto.parameter_number)  # the state comes before the batch
+    for result in copied:
+        if same := [i for i in arguments if shapes.same(i.shape, result.shape)]:
+            arguments.remove(same[0])
+            states[same[0]] = None
+    inside, users = {i for one in updates for i in one.steps}, entry.users()
+    read = {s for s in states if any(user not in inside and user is not entry.root for user in users[s])}
+    numbers = {state: state.proto.parameter_number for state in states}
+    every = (i for computation in module.computations for i in computation.instructions)
+    return FoundStates(
+        tuple(sorted(numbers[state] for state in states if state in read)),
+        tuple(sorted(numbers[state] for state in states if state not in read)),
+        _usual_width(value for one in updates for value in one.inputs),
+        _usual_width(operand for i in every if i.opcode == "dot" for operand in i.operands),
+        any(_enters(user) for state in read for user in users[state]),
+    )
+
+
+def _usual_width(values: Iterable[Instruction]) -> int:
+    """Bytes of an element of most of these floating-point values, weighted by their sizes; 4 if there are none."""
+    found: dict[int, int] = {}
+    for value in values:
+        if shapes.is_floating(value.shape):
+            width = shapes.byte_size(shapes.scalar(value.shape.element_type))
+            found[width] = found.get(width, 0) + shapes.element_count(value.shape)
+    return max(found, key=lambda width: found[width], default=4)

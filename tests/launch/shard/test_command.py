@@ -7,16 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from dhelix.launch import cli
 from dhelix.launch.shard import chart
 from dhelix.launch.shard.command import view_of
 from dhelix.launch.shard.job import compute_of, model_sizes
+from dhelix.launch.train import trainer
+from dhelix.launch.train.sharded import ShardedTraining
 from dhelix.models.presets import PRESETS
 from dhelix.passes.plans import plan_files
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.profiles.hardware import A800, H200
+from dhelix.runtime.sharding.state_plan import sharding_plan
+from dhelix.runtime.step.options import StepOptions
 
 Shard = Callable[..., tuple[int, str, str]]
 
@@ -166,6 +171,11 @@ def flag_values(*arguments: str) -> dict[str, Any]:
         ((*SMALL, "--profile=x.json"), "exclude each other"),
         ((*SMALL, "--memory=nan"), "--memory nan: give a finite number"),
         ((*SMALL, "more"), "'more' is not a flag"),
+        (("--live",), "which step? give --live --preset NAME"),
+        (("--live", "--preset=llama-demo", "--model=llama-7b"), "so --model has no effect"),
+        (("--live", "--preset=llama-demo", "--states=zero1"), "leave --states out"),
+        (("--live", "--preset=llama-demo", "--pp=2"), "a pipeline places its own states"),
+        ((*SMALL, "--mesh=dp=2"), "--mesh describes a step of `dhelix train`; add --live"),
     ],
 )
 def test_bad_input_is_one_line(shard: Shard, arguments: tuple[str, ...], said: str) -> None:
@@ -184,3 +194,18 @@ def test_sizes_of_every_preset(name: str) -> None:
     flops = compute_of(A800, sizes).flops
     assert 0.4 * A800.peak_flops < flops < A800.peak_flops
     assert compute_of(A800, sizes, 0.5).flops == 0.5 * A800.peak_flops
+
+
+@pytest.mark.deviceless
+def test_a_plan_for_the_step_of_train(shard: Shard, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    step = ("--live", "--preset=llama-demo", "--layers=2", "--seq=128", "--mesh=dp=4,tp=2", "--microbatches=2")
+    status, text, _ = shard(*step, f"--out={plan}", "--json")
+    found = json.loads(text)
+    assert status == 0 and found["mesh"] == [4, 1] and found["model"] == "llama-demo with tp 2"
+    assert found["batch"] == {"sequences": 1, "seq": 128, "microbatches": 2, "recompute": False}
+    assert any("by memory_analysis(), compiled for H200" in note for note in found["notes"])
+    assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] // found["os"][0], "AdamW's moments in float32"
+    options = trainer.Options("llama-demo", 2, 128, mesh="dp=4,tp=2", step=StepOptions(plan=plan))
+    training, _ = trainer.make_training(options, trainer.configuration(options), jax.devices("cpu"))
+    assert isinstance(training, ShardedTraining) and training.states == sharding_plan(plan)
