@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dhelix.runtime import collective_matmul
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.pipeline.fold import Fold
-    from dhelix.runtime.sharding.live_plan import plan_sharding
+    from dhelix.runtime.planning.live_plan import plan_sharding
     from dhelix.runtime.sharding.placed_states import gather_state, shard_state, state_shardings
     from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
     from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
@@ -42,7 +42,7 @@ _HOMES = {
     "Fold": "dhelix.runtime.pipeline.fold",
     "gather_state": "dhelix.runtime.sharding.placed_states",
     "mesh_of": "dhelix.runtime.sharding.state_plan",
-    "plan_sharding": "dhelix.runtime.sharding.live_plan",
+    "plan_sharding": "dhelix.runtime.planning.live_plan",
     "shard_state": "dhelix.runtime.sharding.placed_states",
     "sharding_plan": "dhelix.runtime.sharding.state_plan",
     "state_shardings": "dhelix.runtime.sharding.placed_states",

@@ -35,8 +35,8 @@ class ShardView:
     @property
     def plan(self) -> ShardingPlan:
         """The section of a plan file."""
-        orders = (self.placed.order, self.axes, self.placed.gpu_order) if self.placed else (None, self.axes)
-        return ShardingPlan(self.chosen.factors, self.task.job.split, *orders)
+        placed = self.placed or Placed()
+        return ShardingPlan(self.chosen.factors, self.task.job.split, placed.order, self.axes, placed.gpu_order)
 
     def gain(self, candidate: Candidate) -> float | None:
         """How many times as fast the chosen factors are; None if the candidate does not fit."""

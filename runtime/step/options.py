@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dhelix.profiles.collective_matmul.sites import Form
     from dhelix.profiles.profile import Profile
     from dhelix.runtime.pipeline.fold import Fold
-    from dhelix.runtime.sharding.live_plan import PlannedStates
+    from dhelix.runtime.planning.live_plan import PlannedStates
     from dhelix.runtime.sharding.state_plan import StatePlan
     from dhelix.runtime.step.interleaved_step import InterleavedStep
 

@@ -109,7 +109,7 @@ def test_gpus_are_ordered_by_a_dump_of_nccl(shard: Shard, tmp_path: Path) -> Non
     status, text, _ = shard(*small, topology, f"--out={plan}", "--json")
     found, section = json.loads(text), plan_files.load(plan).sharding
     assert status == 0 and section and section.gpu_order == (0, 1, 4, 5, 2, 3, 6, 7)
-    assert found["placement"] == ["n0", "n2", "n1", "n3"] and found["gpu_order"] == list(section.gpu_order)
+    assert found["placement"] == ["n0", "n2", "n1", "n3"] and tuple(found["gpu_order"]) == section.gpu_order
     sent = found["slow_links"]
     assert all(
         sent[links]["placed"] < sent[links]["listed"] for links in ("over the spine", "between CPUs in each node")

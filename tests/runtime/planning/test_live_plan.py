@@ -18,9 +18,9 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.sharding.factors import Factor, ShardingError
 from dhelix.passes.sharding.states.state_sharding import find_states
 from dhelix.runtime.compiler import lowering, memory_need, tuned
-from dhelix.runtime.sharding.live_plan import PlannedStates
+from dhelix.runtime.planning.live_plan import PlannedStates
+from dhelix.runtime.planning.step_sizes import StepSizes
 from dhelix.runtime.sharding.placed_states import state_shardings
-from dhelix.runtime.sharding.step_sizes import StepSizes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.sharding.training import mesh
 

@@ -45,9 +45,9 @@ from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
+from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments
 from dhelix.runtime.sharding.placed_states import without_axes
 from dhelix.runtime.sharding.state_plan import StatePlan
-from dhelix.runtime.sharding.step_sizes import StepSizes, mesh_of_arguments
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import AUTO, StepOptions
 from dhelix.runtime.step.target import Target
@@ -187,7 +187,7 @@ def at_hand(
     """
     of_step = step.options.microbatches if isinstance(step, InterleavedStep) else None
     batch = batch or Batch(1, 1, microbatches or of_step or 1)
-    name = name or getattr(step, "__name__", "step")
+    name = name or str(getattr(step, "__name__", "step"))
     mesh = mesh_of_arguments(args)
     whole = StatePlan("dp", axes)
     whole.on(mesh.shape)
