@@ -26,9 +26,9 @@ from dhelix.passes.sharding.sizes import Batch
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import LINKS, describe, gpu_name
 from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.planning import live_plan
 from dhelix.runtime.planning.live_plan import AtHand
 from dhelix.runtime.processes import launch_settings
-from dhelix.runtime.sharding import live_plan
 from dhelix.runtime.step.target import Target
 
 _GB = 1e9
