@@ -7,7 +7,8 @@
         loss, grads = value_and_grad(loss_fn)(params, batch)      # in place of jax.value_and_grad
 
 The public names are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError`, `__version__`, and for
-sharded states (docs/guide/sharding.md) `sharding_plan`, `mesh_of`, `shard_state`, `gather_state`, `state_shardings`.
+sharded states (docs/guide/sharding.md) `plan_sharding`, `sharding_plan`, `mesh_of`, `shard_state`, `gather_state`,
+`state_shardings`.
 Two modules are also meant for users, but their interfaces may change between versions. `dhelix.deviceless` makes meshes
 of GPUs that this machine does not have. `dhelix.collective_matmul` offers collective matmuls as functions.
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dhelix.runtime import collective_matmul
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.pipeline.fold import Fold
+    from dhelix.runtime.planning.live_plan import plan_sharding
     from dhelix.runtime.sharding.placed_states import gather_state, shard_state, state_shardings
     from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
     from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "DhelixError", "Fold", "collective_matmul", "deviceless", "gather_state", "mesh_of", "shard_state",
-    "sharding_plan", "state_shardings", "strand_interleave", "value_and_grad",
+    "DhelixError", "Fold", "collective_matmul", "deviceless", "gather_state", "mesh_of", "plan_sharding",
+    "shard_state", "sharding_plan", "state_shardings", "strand_interleave", "value_and_grad",
 ]  # fmt: skip
 
 _HOMES = {
@@ -40,6 +42,7 @@ _HOMES = {
     "Fold": "dhelix.runtime.pipeline.fold",
     "gather_state": "dhelix.runtime.sharding.placed_states",
     "mesh_of": "dhelix.runtime.sharding.state_plan",
+    "plan_sharding": "dhelix.runtime.planning.live_plan",
     "shard_state": "dhelix.runtime.sharding.placed_states",
     "sharding_plan": "dhelix.runtime.sharding.state_plan",
     "state_shardings": "dhelix.runtime.sharding.placed_states",

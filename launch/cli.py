@@ -28,10 +28,11 @@ from dhelix.launch.defaults import INTERRUPTED
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. If `needs_device` is False, JAX does not look for accelerators."""
+    """A subcommand. If `needs_device` is False, JAX does not look for accelerators, unless `device_flag` is given."""
 
     summary: str
     needs_device: bool = True
+    device_flag: str = ""
 
 
 COMMANDS = {
@@ -39,7 +40,7 @@ COMMANDS = {
     "profile": Command("measure what one train step's operators and collectives cost"),
     "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
     "fold": Command("show the layout and schedule of a pipeline, and what they cost", needs_device=False),
-    "shard": Command("choose over how many GPUs model states are sharded", needs_device=False),
+    "shard": Command("choose over how many GPUs model states are sharded", False, "--live"),
     "inspect": Command(
         "show what hides each collective of a compiled step, and what stays exposed", needs_device=False
     ),
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name, *rest = arguments
     if name not in COMMANDS:
         _fail(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", status=2)
-    if not COMMANDS[name].needs_device:
+    if not COMMANDS[name].needs_device and COMMANDS[name].device_flag not in rest:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before importing jax: do not search for accelerators
     values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{name}.flags"), rest)
     try:

@@ -181,6 +181,11 @@ def _computation(lowered: jax.stages.Lowered) -> Any:
     return computation
 
 
+def kept_arguments(lowered: jax.stages.Lowered) -> list[int]:
+    """The numbers of the arguments (leaves, in order) that the program has. JAX leaves unused ones out."""
+    return sorted(_computation(lowered).compile_args["kept_var_idx"])
+
+
 def trace_context() -> Hashable:
     """The part of JAX's configuration, context meshes included, that makes `jax.jit` trace again if it changes."""
     return config.trace_context()

@@ -68,7 +68,7 @@ def candidate_of(case: Case) -> Candidate:
         model_sizes(case.model, config, SEQUENCE),
         Batch(1, SEQUENCE, case.microbatches),
         Compute(1e15, 1e12),
-        BF16_SUMS if case.sharding == "auto" else SINGLE,
+        SINGLE if case.sharding == "shard_map" and case.strategy in ("dp", "zero1") else BF16_SUMS,
         split="inside",
     )
     mesh = Factor(min(case.gpus, _NODE), -(-case.gpus // _NODE))

@@ -12,7 +12,7 @@ kernels and their keys may differ from those on the GPU. Therefore the process t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from dhelix.runtime.compiler.lowering import compiled_module
 
 TARGET = "h200"
 """GPU that presets are compiled for by default, one of `deviceless.targets()`."""
-_GPUS, _GPUS_PER_HOST = 4, 8  # GPUs if --mesh is not given; largest number of GPUs on a host
+GPUS = 4
+"""Number of GPUs if --mesh is not given."""
+_GPUS_PER_HOST = 8  # the largest number
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,14 @@ def target_of(gpu: str) -> str:
 
 def deviceless_training(options: trainer.Options, target: str = TARGET) -> tuple[Training, int]:
     """The plain train step for GPUs that this machine need not have, and its batch size in sequences."""
+    return trainer.make_training(options, trainer.configuration(options), deviceless_gpus(options, target))
+
+
+def deviceless_gpus(options: trainer.Options, target: str = TARGET) -> Sequence[Any]:
+    """As many GPUs as the step needs, which this machine need not have."""
     gpus = gpus_of_options(options)
     per_host = min(gpus, _GPUS_PER_HOST)
-    devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
-    return trainer.make_training(options, trainer.configuration(options), devices)
+    return deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
 
 
 def build(
@@ -140,7 +146,7 @@ def gpus_of_mesh(mesh: str) -> int:
 
 def gpus_of_options(options: trainer.Options) -> int:
     """Number of GPUs that a preset is compiled for on a machine without GPUs."""
-    return gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
+    return gpus_of_mesh(options.mesh) * options.pp or max(GPUS, options.pp)
 
 
 def gpus_of(module: HloModule) -> int:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch.shard import chart, tables
+from dhelix.launch.shard import chart, live, tables
+from dhelix.launch.shard.flags import ONLY_LIVE, WITHOUT_LIVE
 from dhelix.launch.shard.job import Task, task_of
-from dhelix.launch.shard.view import ShardView, factors_of, placed_by
+from dhelix.launch.shard.placed import placed_by
+from dhelix.launch.shard.view import ShardView, factors_of
 from dhelix.launch.shown import json_output
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
-from dhelix.passes.sharding.placement import Topology
 from dhelix.passes.sharding.planner import baselines, evaluate, plan
 from dhelix.profiles.hardware import ALL, Hardware
 
@@ -29,6 +31,7 @@ from dhelix.profiles.hardware import ALL, Hardware
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Runs `dhelix shard` and returns its exit status. Raises DhelixError if the command fails."""
     chosen: dict[str, Any] = values.flag_values_dict()
+    _check_given(chosen["live"], [name for name in chosen if values[name].present])
     target = json_output.target(chosen["json"], arguments, "shard")
     view = view_of(chosen)
     to_stdout = target == "-"
@@ -50,14 +53,26 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     return 0
 
 
+def _check_given(live: bool, given: Collection[str]) -> None:
+    """Raises DhelixError if a flag was given that has no effect with `--live`, or without it."""
+    for name in given:
+        if live and name in WITHOUT_LIVE:
+            raise DhelixError(f"--live takes the step of `dhelix train`, so --{name} has no effect; leave it out")
+        if not live and name in ONLY_LIVE:
+            raise DhelixError(f"--{name} describes a step of `dhelix train`; add --live, or leave it out")
+
+
 def view_of(chosen: dict[str, Any]) -> ShardView:
     """The planner's result for the flags.
 
     Raises:
       DhelixError: nothing fits, factors do not divide each other, or `--strict` and a time was not measured.
     """
-    task = task_of(chosen)
-    planned = plan(task.job, task.mesh, task.times, task.limit, task.overlap, objective=chosen["objective"])
+    task, here = live.task_of(chosen) if chosen["live"] else (task_of(chosen), None)
+    objective = chosen["objective"]
+    planned = plan(task.job, task.mesh, task.times, task.limit, task.overlap, objective, task.choices)
+    if here is not None:
+        task = live.noted(task, planned, here)
     shown = planned.best
     if chosen["factors"]:
         factors = factors_of(chosen["factors"], task.mesh)
@@ -69,8 +84,8 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
     if chosen["strict"]:
         _check_measured(task, shown.times.guessed, shown.times.scaled)
     known = baselines(task.job, task.mesh, task.times, task.overlap)
-    placed = placed_by(Topology.load(chosen["topology"]), shown.factors) if chosen["topology"] else None
-    return ShardView(task, planned, shown, known, placed)
+    placed = placed_by(chosen["topology"], shown) if chosen["topology"] else None
+    return ShardView(task, planned, shown, known, placed, tuple(chosen["axes"]) or task.axes)
 
 
 def plan_of(view: ShardView) -> Plan:

@@ -16,7 +16,7 @@ from dhelix.errors import DhelixError
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.presets import PRESETS
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
-from dhelix.passes.sharding.factors import Factor
+from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, Matrix, ModelSizes, Module
 from dhelix.passes.sharding.step_times import Compute, Job
@@ -44,6 +44,9 @@ class Task:
       source: where these times come from, in words.
       overlap: what is hidden, with the rates of the GPU; with the planner's for a cluster of a paper.
       limit: bytes of memory of a GPU.
+      choices: the factors to choose from; None: all.
+      notes: what is measured, scaled or guessed, beside the times of collectives.
+      axes: the data-parallel mesh axes, if they are known.
     """
 
     job: Job
@@ -55,6 +58,9 @@ class Task:
     source: str
     overlap: Overlap
     limit: float
+    choices: tuple[Factors, ...] | None = None
+    notes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
 def task_of(chosen: Mapping[str, Any]) -> Task:
@@ -82,7 +88,7 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     sizes = model_sizes(chosen["model"], config, seq)
     job = Job(
         sizes,
-        Batch(chosen["batch"], seq, chosen["microbatches"], chosen["recompute"]),
+        Batch(chosen["batch"] or 1, seq, chosen["microbatches"] or 1, chosen["recompute"]),
         compute_of(hardware, sizes, chosen["mfu"]),
         TRAINERS[chosen["bytes"]],
         1e6 * chosen["bucket"],

@@ -53,6 +53,8 @@ def _certainty(view: ShardView) -> str:
 def print_view(view: ShardView, console: Console, rows: int) -> None:
     """Prints the headline, the parts of memory and time, and the alternatives."""
     console.print(headline(view), style="bold", markup=False)
+    for note in view.task.notes:
+        console.print(f"- {note}", soft_wrap=True, markup=False)
     _print_memory(view, console)
     _print_times(view, console)
     _print_candidates(view, console, rows)
@@ -67,6 +69,8 @@ def _print_memory(view: ShardView, console: Console) -> None:
             table.add_row(name, f"{size / _GB:.2f}")
     table.add_row("total", f"{view.chosen.memory.total / _GB:.2f}", style="bold")
     table.add_row("limit", f"{view.planned.limit / _GB:.2f}")
+    if view.task.job.rest is not None:
+        table.caption = "Activations are all that is neither states nor gathered parameters."
     console.print(table)
 
 
@@ -114,12 +118,20 @@ def _shown(view: ShardView, rows: int) -> Iterator[tuple[str, Candidate]]:
 
 def _print_placement(view: ShardView, console: Console) -> None:
     assert view.placed
-    console.print(f"Order of nodes: {', '.join(view.placed.order)}", soft_wrap=True, markup=False)
-    for size, before, after in view.placed.shares:
-        words = f"Groups of {size} nodes under several leaf switches: {after:.0%}; in the file's order {before:.0%}."
-        console.print(words, soft_wrap=True, markup=False)
-    if not view.placed.shares:
-        console.print("No group spans some nodes and not all, so any order will do.", markup=False)
+    placed, lines = view.placed, list[str]()
+    if placed.order and placed.shares:
+        lines.append(f"Order of nodes: {', '.join(placed.order)}")
+    for size, before, after in placed.shares:
+        lines.append(
+            f"Groups of {size} nodes under several leaf switches: {after:.0%}; in the file's order {before:.0%}."
+        )
+    if placed.gpu_order:
+        lines.append(f"Order of GPUs in each node: {', '.join(map(str, placed.gpu_order))}")
+    for one in placed.traffic:
+        before = f"in the order of the file {one.listed / _GB:.3g} GB"
+        lines.append(f"A step sends {one.placed / _GB:.3g} GB {one.links}; {before}.")
+    for line in (*lines, *placed.notes):
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -6,24 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.launch.shard.job import Task
+from dhelix.launch.shard.placed import Placed
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
-from dhelix.passes.sharding.placement import Topology, group_sizes, place, spine_share
 from dhelix.passes.sharding.planner import Candidate, Planned
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
-
-
-@dataclass(frozen=True)
-class Placed:
-    """An order of nodes.
-
-    Attributes:
-      order: names of nodes in the order of the mesh.
-      shares: for each number of nodes of a group, the share of groups under more than one leaf switch: of the order in
-        the file, and of `order`.
-    """
-
-    order: tuple[str, ...]
-    shares: tuple[tuple[int, float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -36,6 +22,7 @@ class ShardView:
       chosen: the shown candidate: the planner's, or that of `--factors`.
       known: candidates of known strategies, by name.
       placed: the placement, if a topology was given.
+      axes: the data-parallel mesh axes that the user named.
     """
 
     task: Task
@@ -43,12 +30,13 @@ class ShardView:
     chosen: Candidate
     known: dict[str, Candidate]
     placed: Placed | None = None
+    axes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> ShardingPlan:
         """The section of a plan file."""
-        order = self.placed.order if self.placed else None
-        return ShardingPlan(self.chosen.factors, self.task.job.split, order)
+        placed = self.placed or Placed()
+        return ShardingPlan(self.chosen.factors, self.task.job.split, placed.order, self.axes, placed.gpu_order)
 
     def gain(self, candidate: Candidate) -> float | None:
         """How many times as fast the chosen factors are; None if the candidate does not fit."""
@@ -66,7 +54,7 @@ class ShardView:
             "mesh": [mesh.gpus, mesh.nodes],
             **_factors(self.chosen.factors),
             "split": task.job.split,
-            "placement": list(self.placed.order) if self.placed else None,
+            **self._placement(),
             "batch": {
                 "sequences": batch.sequences,
                 "seq": batch.length,
@@ -91,11 +79,21 @@ class ShardView:
                 ],
             },
             "times_from": task.source,
+            "notes": list(task.notes),
             "guessed": round(times.guessed, 6),
             "scaled": round(times.scaled, 6),
             "gains": {name: self._gain(candidate) for name, candidate in self.known.items()},
             "alternatives": [self._row(candidate) for candidate in self.others[:alternatives]],
             "refused": [self._row(candidate) for candidate in self.planned.rejected[:alternatives]],
+        }
+
+    def _placement(self) -> dict[str, Any]:
+        placed = self.placed or Placed()
+        sent = {one.links: {"listed": _bytes(one.listed), "placed": _bytes(one.placed)} for one in placed.traffic}
+        return {
+            "placement": list(placed.order) if placed.order else None,
+            "gpu_order": list(placed.gpu_order) if placed.gpu_order else None,
+            "slow_links": sent,
         }
 
     @property
@@ -131,18 +129,6 @@ def factors_of(texts: list[str], mesh: Factor) -> Factors:
     if len(pairs) != 3 or any(len(p) != 2 or not all(n.isdecimal() for n in p) for p in pairs):
         raise ShardingError(f"--factors {','.join(texts)}: give three factors as GPUsxNODES, such as 1x1,1x1,8x1")
     return Factors(mesh, *(Factor(int(gpus), int(nodes)) for gpus, nodes in pairs))
-
-
-def placed_by(topology: Topology, factors: Factors) -> Placed:
-    """The placement for these factors. Raises ShardingError if the topology has too few nodes."""
-    names, needed = list(topology.leaves), factors.mesh.nodes
-    if len(names) < needed:
-        raise ShardingError(f"the topology has {len(names)} nodes, and {needed} are needed; add the others")
-    sizes = group_sizes(factors)
-    before = tuple(names[:needed])
-    order = place(topology, sizes, before)
-    shares = ((size, spine_share(topology, before, size), spine_share(topology, order, size)) for size in sizes)
-    return Placed(order, tuple(shares))
 
 
 def _factors(factors: Factors) -> dict[str, list[int]]:

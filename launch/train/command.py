@@ -22,6 +22,7 @@ from dhelix.launch.train.pipelined import PipelinedTraining
 from dhelix.launch.train.trainer import Options, Run, Step
 from dhelix.passes.framework import headline
 from dhelix.passes.framework.report import Report
+from dhelix.passes.plans import plan_files
 from dhelix.runtime.compiler import deviceless, registration
 from dhelix.runtime.processes.launch_settings import without_graphs
 from dhelix.runtime.step.options import StepOptions
@@ -80,7 +81,7 @@ def _check(chosen: dict[str, Any]) -> None:
     for name in step_flags.given(chosen):
         if chosen["plain"]:
             raise DhelixError(f"--{name} applies only to interleaved strands; leave out --plain or --{name}")
-    if chosen["plan"] and chosen["schedule"]:
+    if chosen["plan"] and chosen["schedule"] and not plan_files.load(chosen["plan"]).only_shards:
         raise DhelixError("a plan already sets the order; leave out --schedule or --plan")
     if chosen["trace"] and chosen["steps"] < 2:
         raise DhelixError("--trace records the last step, but the first step compiles; give --steps 2 or more")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from dhelix.models.common.training import Training
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan
 from dhelix.runtime.sharding.placed_states import state_shardings
-from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
+from dhelix.runtime.sharding.state_plan import StatePlan, agreed, sharding_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,18 @@ class ShardedTraining(Training):
     """
 
     states: StatePlan | None = None
+
+
+def states_of(states: str | None, plan: str | Path | Plan | None) -> Any:
+    """What `--states` and the sharding section of `--plan` say together, as `sharding_plan` takes it; None: nothing.
+
+    Raises:
+      DhelixError: both say different things, or a file cannot be read.
+    """
+    loaded = plan_files.load(plan) if isinstance(plan, str | Path) else plan
+    if loaded is None or loaded.sharding is None:
+        return states
+    return agreed(states, loaded.sharding)
 
 
 def with_states(training: Training, states: Any) -> ShardedTraining:

@@ -25,7 +25,7 @@ from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.options import Options
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.launch.train.sharded import ShardedTraining, with_states
+from dhelix.launch.train.sharded import ShardedTraining, states_of, with_states
 from dhelix.models import (
     GptConfig,
     LlamaConfig,
@@ -185,14 +185,15 @@ def make_training(options: Options, config: DecoderConfig, devices: Sequence[Any
 
 
 def _states(options: Options, dp: int) -> tuple[dict[str, int], StatePlan | None]:
-    """The axes into which `--states` splits the `dp` data-parallel devices, and the plan of the states, if any."""
-    if options.states is None:
+    """The axes into which `--states` or `--plan` splits the `dp` data-parallel devices, and the plan, if any."""
+    states = states_of(options.states, options.step.plan)
+    if states is None:
         if options.states_group is not None:
             raise DhelixError("--states_group needs --states; say how model states are sharded, such as zero1")
         return {"dp": dp}, None
-    if options.states == "mics" and options.states_group is None:
+    if states == "mics" and options.states_group is None:
         raise DhelixError("--states mics needs --states_group, the number of devices of dp that hold one copy")
-    return data_axes(options.states, dp, options.states_group)
+    return data_axes(states, dp, options.states_group)
 
 
 def _training(options: Options, config: DecoderConfig, mesh: Mesh) -> Training:

@@ -7,7 +7,7 @@
     target         the GPUs and the launch setting for which it was made        `Target.compare`, which logs differences
     collectives    which collectives are replaced or split                      passes in `passes/communication/`
     order          the order of operators, and limits on memory and overlap     `planned_order.py`
-    sharding       how model states are sharded over data-parallel devices      nothing yet; `dhelix shard` writes it
+    sharding       how model states are sharded over data-parallel devices      `runtime/sharding/state_plan.py`
 
 The order section holds bodies: the computations whose order was decided. A body is a sequence of segments. A segment
 holds the collectives that are launched together, and the operators that run with them until the next collective is
@@ -207,6 +207,11 @@ class Plan:
     order: OrderSection = OrderSection()
     predicted: Prediction = Prediction()
     sharding: ShardingPlan | None = None
+
+    @property
+    def only_shards(self) -> bool:
+        """Whether the plan says how states are sharded and nothing about the program, as those of `dhelix shard`."""
+        return bool(self.sharding) and (self.collectives, self.order) == (CollectivesSection(), OrderSection())
 
     @property
     def bodies(self) -> tuple[PlanBody, ...]:

@@ -33,8 +33,9 @@
     }
     }
 
-`"sharding": {"mesh": [8, 128], "parameters": [1, 1], "gradients": [1, 1], "optimizer": [8, 1], "split": "between"}` may
-follow. It has factors as [GPUs of a node, nodes], and perhaps a `placement` (`passes/sharding/sharding_plan.py`).
+`"sharding": {"mesh": [8, 1], "parameters": [1, 1], "gradients": [1, 1], "optimizer": [8, 1], "split": "inside",
+"axes": ["dp"]}` may follow. It has factors as [GPUs of a node, nodes], the names of mesh axes, and perhaps orders of
+nodes and GPUs (`passes/sharding/sharding_plan.py`).
 
 To edit a plan, move names within the `run` of a segment, or from one `run` to another. Each operator must appear once.
 `small` lists short instructions that are not operators, by the operator before which they run; do not edit it. Times
@@ -139,7 +140,9 @@ class _Sharding(Struct, forbid_unknown_fields=True):
     gradients: _Factor
     optimizer: _Factor
     split: Text
+    axes: list[Text] = []
     placement: list[Text] | None = None
+    gpu_order: list[Bytes] | None = None
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -274,7 +277,8 @@ def _sharding(read: _Sharding, origin: str) -> ShardingPlan:
     try:
         factors = Factors(*(Factor(*getattr(read, name)) for name in ("mesh", *STATES)))
         placement = None if read.placement is None else tuple(map(str, read.placement))
-        return ShardingPlan(factors, str(read.split), placement)
+        order = None if read.gpu_order is None else tuple(read.gpu_order)
+        return ShardingPlan(factors, str(read.split), placement, tuple(map(str, read.axes)), order)
     except ShardingError as error:
         raise _wrong(origin, str(error), "sharding") from None
 

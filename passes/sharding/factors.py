@@ -67,6 +67,10 @@ class Factor:
         """Whether `other` is a whole number of parts like this one, in both dimensions."""
         return other.gpus % self.gpus == 0 and other.nodes % self.nodes == 0
 
+    def __mul__(self, other: Factor) -> Factor:
+        """The mesh that has `other` parts like this one."""
+        return Factor(self.gpus * other.gpus, self.nodes * other.nodes)
+
     def __truediv__(self, other: Factor) -> Factor:
         """The mesh of the parts `other` of this mesh, which `other` must divide."""
         if not other.divides(self):

@@ -12,7 +12,7 @@ w are the bytes of the type in which gathered parameters compute, M is the numbe
 
     always     parameters   b_P Phi / |s_os|
                optimizer    b_O Phi / |s_os|
-               gradients    b_G Phi / |s_g|          the sums of all micro-batches; if M = 1, w Phi / |s_g| without sums
+               gradients    b_G Phi / |s_g|          the sums of all micro-batches; if M = 1, w Phi / |s_os|
                gathered     w Phi / |s_p|            what the model reads, if it is not the parameters themselves
                             w Phi / |s_os|           shards that wait for the first forward's gathers, if M > 1
                             w L of one matrix        the largest whose first dimension does not divide by |s_os|: it is
@@ -32,7 +32,7 @@ several micro-batches, without strands, keeps w Phi / |s_g| more: the gradients 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from dhelix.passes.sharding.factors import Factors
 from dhelix.passes.sharding.sizes import Batch, ModelSizes, StateBytes
@@ -126,6 +126,8 @@ def _gathered_between(sizes: ModelSizes, factors: Factors, kept: StateBytes) -> 
 
 def _of_the_program(sizes: ModelSizes, factors: Factors, kept: StateBytes, batch: Batch) -> Memory:
     """The memory of a step that splits states inside tensors. The table above has its terms."""
+    if batch.microbatches == 1:  # nothing is added up, so gradients are reduced right into the shards of the update
+        factors = replace(factors, gradients=factors.optimizer)
     width, strands = kept.moved_parameter, batch.strands
     activations = batch.tokens * (KEPT * sizes.hidden if sizes.kept is None else sizes.kept)
     held = INPUT * batch.tokens * sizes.hidden if batch.recompute else activations

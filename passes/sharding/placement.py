@@ -1,4 +1,4 @@
-"""Placement: an order of nodes that keeps groups over several nodes under few leaf switches (AMSP section V-D).
+"""Placement: orders of nodes and GPUs that keep groups within switches, CPUs and NVLink (AMSP section V-D).
 
 A factor with s1 > 1 makes groups of s1 nodes that follow each other in the mesh. Traffic between two leaf switches
 crosses the spine, which all jobs of the cluster share. So the s1 nodes of a group should have one leaf switch.
@@ -8,20 +8,27 @@ crosses the spine, which all jobs of the cluster share. So the s1 nodes of a gro
     as listed    (0 1) (2 3) (4 5)             each group crosses the spine
     placed       (0 2) (1 3) (4 5)             one group does
 
-Whole groups come first: each leaf gives as many as it has. What is left over is put together, the largest rests first.
-Groups of different states contain each other, because each factor divides the next. So the same is done with the
-smaller groups of what is left over. `spine_bytes` counts what an order sends over the spine.
+Within a node, the same holds for GPUs. Those of a partial factor, such as 4x1, should share NVLink, or else a CPU and a
+PCIe switch (`nccl_topology.py`). Domains contain each other: a CPU has several switches.
+
+Whole groups come first: each domain gives as many as it has, and those of its inner domains first. What is left over is
+put together, the largest rests first. Groups of different states contain each other, because each factor divides the
+next. So the same is done with the smaller groups of what is left over. `spine_bytes` and `node_bytes` count what a step
+sends over slow links in an order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
+from dhelix.passes.sharding.nccl_topology import NodeTopology
+from dhelix.passes.sharding.step_times import Sent
 from dhelix.profiles.estimates import roofline
 
 
@@ -65,6 +72,11 @@ class Topology:
             leaves[node["name"]] = node["leaf"]
         return cls(leaves)
 
+    @property
+    def domains(self) -> Mapping[str, tuple[str, ...]]:
+        """What each node is part of, for `place`: its leaf switch."""
+        return {name: (leaf,) for name, leaf in self.leaves.items()}
+
     def leaf(self, node: str) -> str:
         """The leaf switch of a node. Raises ShardingError if the node is unknown."""
         if node not in self.leaves:
@@ -79,64 +91,113 @@ def _is_name(value: Any) -> bool:
 
 def group_sizes(factors: Factors) -> list[int]:
     """The numbers of nodes of the groups that span some nodes and not all, from large to small."""
-    found = {factor.nodes for _, factor in factors.states()}
-    return sorted((size for size in found if 1 < size < factors.mesh.nodes), reverse=True)
+    return _partial((factor.nodes for _, factor in factors.states()), factors.mesh.nodes)
 
 
-def place(topology: Topology, sizes: Iterable[int], nodes: Sequence[str] | None = None) -> tuple[str, ...]:
-    """An order of nodes in which as many groups as possible have one leaf switch.
+def gpu_group_sizes(factors: Factors) -> list[int]:
+    """The numbers of GPUs of a node in the groups that have some of them and not all, from large to small."""
+    return _partial((factor.gpus for _, factor in factors.states()), factors.mesh.gpus)
+
+
+def _partial(sizes: Iterable[int], whole: int) -> list[int]:
+    return sorted({size for size in sizes if 1 < size < whole}, reverse=True)
+
+
+def place[N: Hashable](
+    domains: Mapping[N, tuple[str, ...]], sizes: Iterable[int], names: Sequence[N] | None = None
+) -> tuple[N, ...]:
+    """An order in which as many groups as possible lie in one domain.
 
     Args:
-      sizes: numbers of nodes of groups. Each divides the larger ones.
-      nodes: names of the nodes to place; None: all of the topology.
+      domains: for each name, the domains that it is part of, the largest first: `Topology.domains`, or those of GPUs.
+      sizes: numbers of members of groups. Each divides the larger ones.
+      names: what to place; None: all.
 
     Raises:
-      ShardingError: a node is unknown, or a size does not divide the number of nodes or the next size.
+      ShardingError: a name is unknown, or a size does not divide the number of names or the next size.
     """
-    names = list(topology.leaves) if nodes is None else list(nodes)
-    larger = len(names)
+    chosen = list(domains) if names is None else list(names)
+    larger = len(chosen)
     wanted = sorted(set(sizes), reverse=True)
     for size in wanted:
         if size < 1 or larger % size:
-            raise ShardingError(f"groups of {size} nodes do not divide {larger}; use the sizes of factors of this mesh")
+            raise ShardingError(f"groups of {size} do not divide {larger}; use the sizes of factors of this mesh")
         larger = size
-    under: dict[str, list[str]] = {}
+    for name in chosen:
+        if name not in domains:
+            known = ", ".join(map(str, list(domains)[:5]))
+            raise ShardingError(f"node {name!r} is not in the topology, which has {known}, ...; add it there")
+    return tuple(_ordered(domains, chosen, 0, [*wanted, 1]))
+
+
+def _ordered[N: Hashable](
+    domains: Mapping[N, tuple[str, ...]], names: list[N], level: int, sizes: list[int]
+) -> list[N]:
+    """`names` in order. `level` says which of their domains they do not all share."""
+    if all(len(domains[name]) <= level for name in names):
+        return names
+    under: dict[str, list[N]] = {}
     for name in names:
-        under.setdefault(topology.leaf(name), []).append(name)
-    order: list[str] = []
-    for size in [*wanted, 1]:
-        rests = sorted(under.items(), key=lambda item: -len(item[1]))  # stable: equal rests keep the order of the file
-        for leaf, rest in rests:
+        under.setdefault("/".join(domains[name][level : level + 1]), []).append(name)
+    order: list[N] = []
+    for number, size in enumerate(sizes):
+        rests = sorted(under.items(), key=lambda item: -len(item[1]))  # stable: equal rests keep the given order
+        for domain, rest in rests:
+            inside = _ordered(domains, rest, level + 1, sizes[number:])
             whole = len(rest) // size * size
-            order += rest[:whole]
-            under[leaf] = rest[whole:]
-    return tuple(order)
+            order += inside[:whole]
+            under[domain] = inside[whole:]
+    return order
 
 
-def spine_bytes(topology: Topology, order: Sequence[str], group: Factor, op: str, size: float, mesh: Factor) -> float:
-    """Bytes that a collective of all groups sends over the spine, both directions of a link counted once.
+def spine_bytes(topology: Topology, order: Sequence[str], sent: Iterable[Sent], mesh: Factor) -> float:
+    """Bytes that a step sends over the spine, both directions of a link counted once.
 
-    Each group is a ring over its nodes in their order, and back to the first.
+    A group is a ring over its nodes in their order, and back to the first.
 
     Args:
       order: nodes in the order of the mesh.
-      group: a group's devices. It has `group.nodes` nodes that follow each other.
-      op: one of `collective_times.OPS`.
-      size: bytes of the whole buffer.
+      sent: the step's collectives, `StepTimes.sent`.
       mesh: all devices.
     """
-    if group.nodes == 1:
-        return 0.0
-    leaves = [topology.leaf(name) for name in order]
-    crossings = 0
-    for start in range(0, len(leaves), group.nodes):
-        ring = leaves[start : start + group.nodes]
-        crossings += sum(here != there for here, there in zip(ring, ring[1:] + ring[:1], strict=True))
-    return crossings * (mesh / group).gpus * roofline.wire_bytes(op, size, group.size)
+    leaves, total = [topology.leaf(name) for name in order], 0.0
+    for one in sent:
+        crossings = 0
+        for ring in _groups(leaves, one.inner.nodes, one.group.nodes):
+            crossings += sum(here != there for here, there in pairwise([*ring, ring[0]]))
+        siblings = mesh.gpus // one.group.gpus
+        total += one.count * crossings * siblings * roofline.wire_bytes(one.op, one.size, one.group.size)
+    return total
+
+
+def node_bytes(node: NodeTopology, order: Sequence[int], sent: Iterable[Sent]) -> dict[str, float]:
+    """Bytes that a step sends over the slow links of one node, by the kind of link (`NodeTopology.parts`).
+
+    NCCL finds the best ring within a node. So the ring of a group crosses a slow link once for each part of the group;
+    if the group spans nodes, it leaves the node between two parts.
+
+    Args:
+      order: numbers of GPUs in the order of the mesh.
+      sent: the step's collectives, `StepTimes.sent`.
+    """
+    total: dict[str, float] = dict.fromkeys(node.parts(list(order)), 0.0)
+    for one in sent:
+        wire = one.count * roofline.wire_bytes(one.op, one.size, one.group.size)
+        for group in _groups(order, one.inner.gpus, one.group.gpus):
+            for kind, parts in node.parts(group).items():
+                crossings = parts - 1 if one.group.nodes > 1 else parts if parts > 1 else 0
+                total[kind] += wire * crossings
+    return total
+
+
+def _groups[N](order: Sequence[N], inner: int, count: int) -> Iterator[list[N]]:
+    """The groups of `count` members that are `inner` apart."""
+    for start in range(0, len(order), inner * count):
+        block = order[start : start + inner * count]
+        yield from (list(block[first::inner]) for first in range(inner))
 
 
 def spine_share(topology: Topology, order: Sequence[str], size: int) -> float:
     """Share of the groups of `size` nodes that have more than one leaf switch."""
-    leaves = [topology.leaf(name) for name in order]
-    groups = [leaves[start : start + size] for start in range(0, len(leaves), size)]
+    groups = list(_groups([topology.leaf(name) for name in order], 1, size))
     return sum(len(set(group)) > 1 for group in groups) / len(groups)

@@ -15,7 +15,7 @@ memory is taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dhelix.passes.sharding import memory as memories
@@ -99,6 +99,8 @@ class Planned:
 def evaluate(job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap | None = None) -> Candidate:
     """The memory and the times of a job under given factors. A secondary shard takes memory as well."""
     found = memories.memory(job.sizes, factors, job.kept, job.batch, job.bucket, job.split)
+    if job.rest is not None:
+        found = replace(found, activations=max(found.activations + job.rest, 0.0))
     if job.secondary is not None:
         shard = job.kept.moved_parameter * job.sizes.parameters / job.secondary.size
         found = replace(found, gathered=found.gathered + shard)
@@ -112,6 +114,7 @@ def plan(
     limit: float,
     overlap: Overlap | None = None,
     objective: str = "exposed",
+    choices: Iterable[Factors] | None = None,
 ) -> Planned:
     """The best factors over `mesh`.
 
@@ -120,13 +123,14 @@ def plan(
       limit: bytes of memory of a device.
       overlap: which collectives are hidden; None: all.
       objective: one of OBJECTIVES.
+      choices: the factors to choose from; None: all admissible ones.
 
     Raises:
       ShardingError: nothing fits. The message says how much is missing, and what would fit.
     """
     if objective not in OBJECTIVES:
         raise ShardingError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    found = [evaluate(job, factors, times, overlap) for factors in admissible(mesh)]
+    found = [evaluate(job, factors, times, overlap) for factors in choices or admissible(mesh)]
     fitting = sorted(
         (c for c in found if c.memory.total <= limit),
         key=lambda c: (c.value(objective), c.memory.total, _key(c.factors)),
@@ -156,6 +160,12 @@ def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
     """One line: how much the candidate with the least memory misses, and what would fit."""
     needed = least.memory.total
     found = f"nothing fits into {_gb(limit)}: {least.factors} needs {_gb(needed)}, {_gb(needed - limit)} too much"
+    if job.rest is not None:
+        beside = needed - least.memory.states
+        if beside < limit:
+            more = least.memory.states / (limit - beside)
+            return f"{found}; use {more:.2g} times as many GPUs, fewer sequences in a micro-batch, or rematerialization"
+        return f"{found}, and {_gb(beside)} of it are no states; use smaller micro-batches, or rematerialization"
     changes = {"recomputation": {"recompute": True}, "1 sequence in a micro-batch": {"sequences": 1}}
     ways = {words: replace(job.batch, **change) for words, change in changes.items()}
     ways = {words: batch for words, batch in ways.items() if batch != job.batch}

@@ -162,11 +162,11 @@ MIXED = StateBytes()
 """bf16 parameters and gradients; fp32 parameters, momentum and variance as optimizer states (AMSP II-C)."""
 
 SINGLE = StateBytes(4.0, 4.0, 8.0, 2.0, 4.0, copied=True)
-"""fp32 parameters, gradients and Adam moments; computation in bf16, so that gathers move 2 bytes. A `shard_map` sums
-gradients over devices in fp32."""
+"""fp32 parameters, gradients and Adam moments; computation in bf16, so that gathers move 2 bytes. Under ZeRO-1
+in a `shard_map`, gradients are summed over devices in fp32."""
 
 BF16_SUMS = replace(SINGLE, moved_gradient=2.0)
-"""As SINGLE, under automatic sharding: XLA's partitioner sums gradients over devices in bf16."""
+"""As SINGLE, but gradients are summed over devices in bf16: by XLA's partitioner, or layer by layer in a shard_map."""
 
 FROZEN = replace(MIXED, gradient=0.0, optimizer=0.0)
 """bf16 parameters that are not trained, such as the base of adapters."""

@@ -44,7 +44,7 @@ from dhelix.passes.sharding.collective_times import (
     Basis,
     CollectiveTimes,
 )
-from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
+from dhelix.passes.sharding.factors import ONE, Factor, Factors, ShardingError
 from dhelix.passes.sharding.overlap import Overlap, Stretch
 from dhelix.passes.sharding.sizes import MIXED, Batch, ModelSizes, Module, StateBytes
 
@@ -80,6 +80,8 @@ class Job:
       bucket: bytes of an all-reduce bucket, U.
       split: one of SPLITS.
       secondary: the part over which backward gathers, as ZeRO++ does; None means that of the parameters.
+      rest: bytes that a compiled step needs beyond the formulas of `memory.py`; negative if it needs less. None: not
+        compiled.
     """
 
     sizes: ModelSizes
@@ -89,6 +91,7 @@ class Job:
     bucket: float = 256e6
     split: str = "between"
     secondary: Factor | None = None
+    rest: float | None = None
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -129,6 +132,23 @@ class Part:
     exposed: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Equal collectives of a step.
+
+    Attributes:
+      op, size, group: as in `CollectiveTimes.of`.
+      inner: the part of the mesh between neighbours of a group: groups of copies skip the devices of a copy.
+      count: how many of them every device takes part in.
+    """
+
+    op: str
+    size: float
+    group: Factor
+    inner: Factor
+    count: float
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """The times of a step in seconds.
@@ -138,14 +158,14 @@ class StepTimes:
       compute: forward and backward of all micro-batches, while nothing communicates.
       update: the optimizer's update.
       basis: seconds of communication by where their times come from.
-      moved: bytes that a device's collectives take or give, by kind, as `passes.analysis.collectives` counts them.
+      sent: the collectives.
     """
 
     parts: tuple[Part, ...]
     compute: float
     update: float
     basis: dict[Basis, float] = field(default_factory=dict)
-    moved: dict[str, float] = field(default_factory=dict)
+    sent: tuple[Sent, ...] = ()
 
     @property
     def total(self) -> float:
@@ -172,6 +192,14 @@ class StepTimes:
         """Share of `total` that comes from another mesh, size or collective."""
         return self.basis.get(Basis.SCALED, 0.0) / self.total if self.total else 0.0
 
+    @property
+    def moved(self) -> dict[str, float]:
+        """Bytes that a device's collectives take or give, by kind, as `passes.analysis.collectives` counts them."""
+        found: dict[str, float] = {}
+        for one in self.sent:
+            found[one.op] = found.get(one.op, 0.0) + one.count * one.size
+        return {op: size for op, size in found.items() if size}
+
     @classmethod
     def of(cls, job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap | None = None) -> StepTimes:
         """The times of a step of `job` under `factors`."""
@@ -181,7 +209,7 @@ class StepTimes:
         busy = sum(backward) if step.overlap.gather else 0.0  # else they run while nothing computes
         parts = (*gathers, step.all_reduce(busy), step.broadcast(forward), step.accumulation(busy))
         compute = job.batch.microbatches * (job.forward + job.backward)
-        return cls(parts, compute, job.update_seconds(factors), step.basis, step.moved)
+        return cls(parts, compute, job.update_seconds(factors), step.basis, tuple(step.sent))
 
 
 class _Step:
@@ -190,15 +218,16 @@ class _Step:
     def __init__(self, job: Job, factors: Factors, times: CollectiveTimes, overlap: Overlap) -> None:
         self.job, self.factors, self.times, self.overlap = job, factors, times, overlap
         self.basis: dict[Basis, float] = {}
-        self.moved: dict[str, float] = {}
+        self.sent: list[Sent] = []
 
-    def _read(self, op: str, size: float, group: Factor, count: float = 1, together: int = 1) -> float:
+    def _read(
+        self, op: str, size: float, group: Factor, inner: Factor = ONE, count: float = 1, together: int = 1
+    ) -> float:
         """The time of one collective (of `together` ones as one launch), which the step runs `count` times."""
         found = self.times.of(op, size, group, self.factors.mesh, together)
-        if found.seconds:
+        if found.seconds and count:
             self.basis[found.basis] = self.basis.get(found.basis, 0.0) + count * found.seconds
-        if group.size > 1 and size * count:
-            self.moved[op] = self.moved.get(op, 0.0) + count * together * size
+            self.sent.append(Sent(op, size, group, inner, count * together))
         return found.seconds
 
     def _modules(self, op: str, moved: float, group: Factor, outside: float) -> tuple[Sequence[float], Sequence[float]]:
@@ -208,8 +237,8 @@ class _Step:
           outside: how often a step runs the collectives of modules outside of layers.
         """
         sizes, m = self.job.sizes, self.job.batch.microbatches
-        inside = [self._read(op, moved * module.parameters, group, m * sizes.layers) for module in sizes.modules]
-        ends = [self._read(op, moved * module.parameters, group, outside) for module in sizes.outside]
+        inside = [self._read(op, moved * module.parameters, group, count=m * sizes.layers) for module in sizes.modules]
+        ends = [self._read(op, moved * module.parameters, group, count=outside) for module in sizes.outside]
         return inside, [outside / m * seconds for seconds in ends]
 
     def parameters(self) -> tuple[Part, Part, Part]:
@@ -243,11 +272,12 @@ class _Step:
         gradients = self.job.kept.moved_gradient * self.job.sizes.parameters / self.factors.parameters.size
         if group.size == 1 or not self.job.kept.gradient or not count:
             return 0, 0.0
-        number = max(math.ceil(gradients / self.job.bucket), 1)
+        number, inner = max(math.ceil(gradients / self.job.bucket), 1), self.factors.parameters
         if self.job.split == "between":
-            return number, self._read(ALL_REDUCE, gradients / number, group, count * number)
-        scatter = self._read(REDUCE_SCATTER, gradients / number, shards, count * number)
-        copies = self._read(ALL_REDUCE, gradients / number / shards.size, group / shards, count * number)
+            return number, self._read(ALL_REDUCE, gradients / number, group, inner, count * number)
+        scatter = self._read(REDUCE_SCATTER, gradients / number, shards, inner, count * number)
+        part = gradients / number / shards.size
+        copies = self._read(ALL_REDUCE, part, group / shards, inner * shards, count * number)
         return number, scatter + copies
 
     def _reduction(self, name: str, group: Factor, shards: Factor, count: int, busy: float) -> Part:
@@ -287,9 +317,9 @@ class _Step:
             return Part("broadcast", 0.0, 0.0)
         moved = job.kept.moved_parameter * job.sizes.parameters / factors.parameters.size
         if job.split == "inside":
-            seconds = self._read(ALL_GATHER, moved, group)
+            seconds = self._read(ALL_GATHER, moved, group, factors.parameters)
         else:
-            seconds = self._read(BROADCAST, moved / group.size, group, together=group.size)
+            seconds = self._read(BROADCAST, moved / group.size, group, factors.parameters, together=group.size)
         sizes = job.sizes
         first = (sizes.layer_parameters + (sizes.outside[0].parameters if sizes.outside else 0)) / sizes.parameters
         beside = self._same_links(group, busy) if self.overlap.gather else 0.0

@@ -67,7 +67,8 @@ class Measurements:
         if self._limit is not None and self.count >= self._limit:
             raise LimitReached
         self.count += 1
-        new = MeasuredTimes(settings, *(tuple(map(float, part)) for part in self._run(settings)))
+        collectives, computations = self._run(settings)
+        new = MeasuredTimes(settings, tuple(map(float, collectives)), tuple(map(float, computations)))
         old = self._found.get(settings)
         self._found[settings] = new if old is None else _mean(old, new)
         return self._found[settings]

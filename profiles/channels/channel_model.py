@@ -180,7 +180,7 @@ class ChannelModel:
         return x, played(self.alone, slowed, x)
 
 
-def played(alone: Sequence[float], slowed: Sequence[Sequence[Array]], x: Array) -> Array:
+def played(alone: Sequence[float] | Array, slowed: Sequence[Sequence[Array]], x: Array) -> Array:
     """Seconds of each computation, when computations and collectives run in order on two streams (equation 4).
 
     Args:

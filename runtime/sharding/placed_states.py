@@ -80,9 +80,9 @@ def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
                 f"the mesh axis {axis!r} is {kinds[axis].name}, and states are sharded over Auto axes; make the mesh "
                 "with axis_types=(jax.sharding.AxisType.Auto, ...), or with dhelix.mesh_of"
             )
-    stacks = _stacks(state)
+    stacked = stacks(state)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _sharding(leaf, axes, mesh, _layer_dimensions(leaf, axes.data) if path in stacks else 0),
+        lambda path, leaf: _sharding(leaf, axes, mesh, _layer_dimensions(leaf, axes.data) if path in stacked else 0),
         state,
     )
 
@@ -92,7 +92,7 @@ def _layer_dimensions(stack: Any, data: Axes) -> int:
     return 2 if np.ndim(stack) > 2 and _without(stack, data)[0] else 1
 
 
-def _stacks(state: Any) -> set[Any]:
+def stacks(state: Any) -> set[Any]:
     """The paths of arrays that stack layers along dimension 0.
 
     The nearest group of arrays decides: all of them have the same dimension 0, and at least one has three dimensions.
@@ -142,6 +142,12 @@ def _dimension(shape: Sequence[int], spec: Sequence[Axes], over: Axes, mesh: Mes
 
     found = [dimension for dimension in range(first, len(shape)) if divides(dimension)]
     return min(found, key=lambda dimension: (is_split(dimension), dimension), default=None)
+
+
+def without_axes(leaf: Any, data: Axes) -> jax.ShapeDtypeStruct:
+    """The shape of an array, placed as it is but for the axes `data`, which no longer split it."""
+    placed = _named(_mesh_of(leaf, None), _without(leaf, data))
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=placed)
 
 
 def _without(leaf: Any, data: Axes) -> list[Axes]:

@@ -3,7 +3,7 @@
     plan = sharding_plan("zero1")                                  # all of the mesh axis "dp"
     plan = sharding_plan("mics", axes=("replica", "shard"))        # copies over "replica", shards over "shard"
     plan = sharding_plan(Factors(Factor(8, 2), ONE, ONE, Factor(8)), axes=("node", "gpu"))
-    plan = sharding_plan("plan.json")                              # the sharding section of a plan file
+    plan = sharding_plan("plan.json")                              # the sharding section of a plan file, with its axes
 
 Data-parallel devices are split by one or several mesh axes, the major one first. A factor is carried out by the last of
 these axes: with the axes ("replica", "shard") of sizes 4 and 8, states can be sharded over 1, 8 or 32 devices.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dhelix.passes.framework.manager import say_once
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import STRATEGIES, Factor, Factors, ShardingError
-from dhelix.passes.sharding.sharding_plan import ShardingPlan
+from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,16 @@ class StatePlan:
     Attributes:
       factors: the factors; a strategy's name if they follow from the mesh.
       axes: the data-parallel mesh axes, the major one first.
+      placement, gpu_order: orders of nodes and of a node's GPUs, for `mesh_of`; None if any order will do.
     """
 
     factors: Factors | str
     axes: Axes = ("dp",)
+    placement: tuple[str, ...] | None = None
+    gpu_order: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.factors} over {', '.join(self.axes)}"
 
     def on(self, mesh: Mapping[str, int]) -> SplitAxes:
         """The axes of `mesh` (sizes by name) that split each state.
@@ -48,7 +55,7 @@ class StatePlan:
         if missing:
             raise ShardingError(
                 f"the mesh has no axis {missing[0]!r}, only {', '.join(mesh)}; say which axes are data-parallel: "
-                f"sharding_plan(..., axes=('{next(iter(mesh))}',))"
+                f"sharding_plan(..., axes=('{next(iter(mesh))}',)), or `dhelix shard --axes {next(iter(mesh))}`"
             )
         sizes = [mesh[axis] for axis in self.axes]
         devices = math.prod(sizes)
@@ -113,13 +120,40 @@ def sharding_plan(plan: StatePlan | Factors | str | Path | Any, axes: Sequence[s
     """
     given = (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes)
     if isinstance(plan, StatePlan):
-        return StatePlan(plan.factors, given or plan.axes)
+        return replace(plan, axes=given or plan.axes)
     if isinstance(plan, str) and plan in STRATEGIES or isinstance(plan, Factors):
         return StatePlan(plan, given or ("dp",))
     if isinstance(plan, str) and not plan.endswith(".json"):
         raise ShardingError(f"sharding={plan!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a plan's file")
     section = _section(plan)
-    return StatePlan(section.factors, given or ("dp",))
+    if section.split != "inside" and section.factors.optimizer.size > 1:
+        line = f"the plan splits optimizer states {section.split} tensors, but dhelix splits inside each tensor"
+        say_once(line, (line,))
+    return StatePlan(section.factors, given or section.axes, section.placement, section.gpu_order)
+
+
+def agreed(sharding: Any, section: ShardingPlan) -> StatePlan:
+    """The plan in a plan file's section, if it says the same as the user.
+
+    Args:
+      sharding: what else the user said, as `sharding_plan` takes it; None: nothing. The name of a strategy and
+        `Factors` say nothing about axes.
+
+    Raises:
+      ShardingError: both say different things.
+    """
+    of_file = sharding_plan(section)
+    if sharding is None:
+        return of_file
+    said, known = sharding_plan(sharding), section.factors
+    factors = said.factors
+    if isinstance(factors, str):
+        group = known.parameters if known.parameters.size > 1 else None
+        factors = Factors.named(factors, known.mesh, group if factors == "mics" else None)
+    names_axes = not (isinstance(sharding, Factors) or sharding == said.factors)
+    if factors != known or (names_axes and said.axes != of_file.axes):
+        raise ShardingError(f"sharding= (--states) says {said}, but the plan says {of_file}: leave one of both out")
+    return of_file
 
 
 def _section(plan: Any) -> ShardingPlan:
@@ -135,9 +169,10 @@ def _section(plan: Any) -> ShardingPlan:
 
 
 def mesh_of(
-    plan: StatePlan | Factors | str,
+    plan: StatePlan | Factors | str | Path | Any,
     devices: Sequence[Any] | None = None,
     group: int | None = None,
+    nodes: Sequence[str] | None = None,
     **others: int,
 ) -> tuple[Mesh, StatePlan]:
     """A mesh whose data-parallel axes fit a plan, and the plan with these axes.
@@ -146,22 +181,25 @@ def mesh_of(
       plan: what `sharding_plan` takes.
       devices: devices in order, those of a node next to each other; default: all.
       group: for a strategy, the number of data-parallel devices over which states are sharded. "mics" needs it.
+      nodes: the names of the nodes of `devices`, in their order. With them, a plan file's placement is carried out.
       **others: further axes, within a data-parallel device: `tp=4`.
 
     Returns:
-      The mesh, with the axes "dp" (or "dp_2", "dp_1", "dp_0", the last for neighbouring devices) and `others`; and the
-      plan with these axes. `mesh_of("mics", group=4)` on 8 devices has dp_1=2 for the copies and dp_0=4 for the shards.
+      The mesh, with the axes "dp" (or "dp_2", "dp_1", "dp_0", the last for neighbouring devices; or those that the plan
+      names) and `others`; and the plan with these axes. `mesh_of("mics", group=4)` on 8 devices has dp_1=2 for the
+      copies and dp_0=4 for the shards. A plan file's order of GPUs is carried out in each node.
 
     Raises:
-      ShardingError: there are other devices than the plan needs, or "mics" has no group.
+      ShardingError: there are other devices than the plan needs, "mics" has no group, or a node is unknown.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = list(jax.devices() if devices is None else devices)
     inner = math.prod(others.values())
     if len(devices) % inner:
         raise ShardingError(f"{len(devices)} devices are not divisible by {others}")
     data, made = data_axes(plan, len(devices) // inner, group)
+    assert isinstance(made.factors, Factors)  # data_axes turns a strategy's name into them
     axes = data | others
-    grid = np.array(devices).reshape(*axes.values())
+    grid = np.array(_placed(made, devices, made.factors.mesh, nodes)).reshape(*axes.values())
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes)), made
 
 
@@ -180,7 +218,8 @@ def data_axes(
     Raises:
       ShardingError: the plan needs another number of devices, "mics" has no group, or a plan of factors has one.
     """
-    factors = sharding_plan(plan).factors
+    made = sharding_plan(plan)
+    factors = made.factors
     if not isinstance(factors, str) and group is not None:
         raise ShardingError("a group is for a strategy, such as zero1; the plan's factors say their groups themselves")
     if isinstance(factors, str):
@@ -191,8 +230,28 @@ def data_axes(
         raise ShardingError(
             f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}"
         )
-    sizes = [factor.size for _, factor in factors.states()] + [factors.mesh.size]
-    steps = [sizes[0], *(after // before for before, after in zip(sizes, sizes[1:], strict=False))]
-    parts = [size for size in reversed(steps) if size > 1] or [1]
-    names = ("dp",) if len(parts) == 1 else tuple(f"dp_{n}" for n in reversed(range(len(parts))))
-    return dict(zip(names, parts, strict=True)), StatePlan(factors, names)
+    sizes = axis_sizes(factors)
+    names = made.axes if len(made.axes) == len(sizes) else axis_names(len(sizes))
+    return dict(zip(names, sizes, strict=True)), replace(made, factors=factors, axes=names)
+
+
+def _placed(plan: StatePlan, devices: list[Any], mesh: Factor, nodes: Sequence[str] | None) -> list[Any]:
+    """The devices in the order of the mesh: nodes as the plan places them, and the GPUs of each as it orders them."""
+    of_node = len(devices) // mesh.nodes
+    rows = [devices[first : first + of_node] for first in range(0, len(devices), of_node)]
+    if plan.gpu_order is not None:
+        if of_node != mesh.gpus:
+            raise ShardingError("the plan orders single GPUs, so its mesh has no axes but the data-parallel ones")
+        rows = [[row[n] for n in plan.gpu_order] for row in rows]
+    if nodes is not None:
+        if plan.placement is None:
+            raise ShardingError("nodes= needs a plan that places nodes; make one with `dhelix shard --topology`")
+        if sorted(nodes) != sorted(plan.placement):
+            unlike = sorted(set(nodes) ^ set(plan.placement))
+            raise ShardingError(
+                f"the plan places {', '.join(plan.placement)}; nodes= must name the same, each once"
+                + (f", unlike {unlike[0]!r}" if unlike else "")
+            )
+        of_name = dict(zip(nodes, rows, strict=True))
+        rows = [of_name[name] for name in plan.placement]
+    return [device for row in rows for device in row]

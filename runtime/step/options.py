@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dhelix.profiles.collective_matmul.sites import Form
     from dhelix.profiles.profile import Profile
     from dhelix.runtime.pipeline.fold import Fold
+    from dhelix.runtime.planning.live_plan import PlannedStates
     from dhelix.runtime.sharding.state_plan import StatePlan
     from dhelix.runtime.step.interleaved_step import InterleavedStep
 
@@ -116,9 +117,10 @@ class StepOptions(JitOptions):
         pipeline: the pipeline (`Fold`) through which `dhelix.value_and_grad` sends the micro-batches. It needs
             `microbatches`, a model that scans over its layers, and a state folded by `Fold.fold`
             (docs/guide/pipeline.md).
-        sharding: how model states are sharded over data-parallel devices: a strategy such as "zero1", or what
-            `dhelix.sharding_plan` returns. The step then takes and returns states that `dhelix.shard_state` has placed
-            (docs/guide/sharding.md). None: states are as the arguments are.
+        sharding: how model states are sharded over data-parallel devices: a strategy such as "zero1", a plan file of
+            `dhelix shard`, or what `dhelix.sharding_plan` or `dhelix.plan_sharding` returns. The step then takes and
+            returns states that `dhelix.shard_state` has placed (docs/guide/sharding.md). None: states are as the
+            arguments are.
         skew: number of layers by which the strands are apart. The first and last layers of the step then also overlap
             with another micro-batch. This makes a step faster if communication is slow and micro-batches are few. The
             residuals of `skew` more layers stay alive. At least 3 micro-batches are needed
@@ -128,8 +130,9 @@ class StepOptions(JitOptions):
         schedule: how operators are ordered on GPUs. "dp" pairs both strands by dynamic programming (DHelix section
             4.2). "list" schedules collectives by list scheduling. "xla" leaves the order of both strands to XLA.
             "intra_batch" orders a single micro-batch without strands.
-        plan: a plan of `dhelix plan`, or its path. The plan's order replaces `schedule`. If the plan does not fit the
-            step, XLA's order stays and a line in the log says why. With `strict`, this is an error.
+        plan: a plan of `dhelix plan` or `dhelix shard`, or its path. The plan's order replaces `schedule`. If the plan
+            does not fit the step, XLA's order stays and a line in the log says why. With `strict`, this is an error.
+            The plan's factors of model states stand for `sharding`.
         profile: source of operator costs: "auto", a profile's path, a `Profile`, or None. "auto" is the shipped or the
             user's own profile of the GPUs that the step is lowered for. If there is no such profile, or with None,
             costs come from a roofline model.
@@ -169,7 +172,7 @@ class StepOptions(JitOptions):
     microbatches: int | None = None
     reduce: Reduce = "mean"
     pipeline: Fold | None = None
-    sharding: StatePlan | Factors | str | Path | None = None
+    sharding: StatePlan | PlannedStates | Factors | str | Path | None = None
     skew: int = _flag(
         0,
         "layers by which the strands are apart, so that the step's first and last layers also overlap (default: 0)",
@@ -178,7 +181,7 @@ class StepOptions(JitOptions):
 
     schedule: Schedule = _flag("dp", "how operators are ordered on GPUs (default: dp)", choices=SCHEDULES)
     plan: str | Path | Plan | None = _flag(
-        None, "plan file of `dhelix plan`, whose order replaces --schedule (default: none)"
+        None, "plan file of `dhelix plan` or `dhelix shard`, which replaces --schedule or --states (default: none)"
     )
     profile: str | Path | Profile | None = _flag(
         AUTO, "profile file with operator costs (default: a shipped profile or your own)"
@@ -235,6 +238,11 @@ class StepOptions(JitOptions):
         return self.plan
 
     @property
+    def orders_by_plan(self) -> bool:
+        """Whether `plan` is known to decide the order. A file that was not read yet may only shard states."""
+        return self.plan is not None and not isinstance(self.plan, (str, Path)) and not self.plan.only_shards
+
+    @property
     def limited(self) -> bool:
         """Whether the plain step's memory plus 3 % is the limit if `memory_limit` is not given."""
         return self.passes is None and (self.plan is not None or self.schedule in _LIMITED)
@@ -287,11 +295,13 @@ def _check_lists(passes: object, disable: object) -> None:
 def _check_together(options: StepOptions) -> None:
     """Raises DhelixError if an option has no effect because of another option."""
     given = {name for name in _WITH_PASSES if getattr(options, name) != getattr(StepOptions, name)}
+    if not options.orders_by_plan:
+        given.discard("plan")
     if options.passes is not None:
         for name, instead in _WITH_PASSES.items():
             if name in given and getattr(options, name) != OFF:
                 raise DhelixError(f"only the passes in passes= run, so {name}= has no effect: {instead}")
-    if options.plan is not None:
+    if options.orders_by_plan:
         if "max_in_flight" in given:
             raise DhelixError(
                 "a plan already limits collectives in flight: leave out max_in_flight=, or make the plan with "
@@ -299,7 +309,7 @@ def _check_together(options: StepOptions) -> None:
             )
         if "skew" in given:
             raise DhelixError("a plan already sets the skew of strands: leave out skew=, or make the plan with --skew")
-    elif options.schedule == "xla":
+    elif options.plan is None and options.schedule == "xla":
         for name in ("memory_limit", "max_in_flight"):
             if name in given:
                 raise DhelixError(f"schedule='xla' cannot keep to {name}: leave it out, or use another schedule")

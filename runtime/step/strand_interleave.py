@@ -28,10 +28,12 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.plans import plan_files
+from dhelix.passes.sharding.factors import ShardingError
 from dhelix.profiles.files import storage
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import decorating
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs
+from dhelix.runtime.sharding.state_plan import agreed
 from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
 from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
 from dhelix.runtime.step.frameworks.nnx_front import NnxFront, is_nnx_jitted
@@ -89,18 +91,35 @@ def interleaved(function: Callable[..., Any], options: StepOptions) -> Interleav
 
 
 def _loaded(options: StepOptions) -> StepOptions:
-    """Returns `options` with the content of the plan and the profile instead of their paths.
+    """Returns `options` with the content of the plan and the profile instead of their paths, and with its sharding.
 
     Raises DhelixError if a file cannot be read.
     """
     plan, profile = options.plan, options.profile
     if isinstance(plan, (str, Path)):
         options = options.but(plan=plan_files.load(plan))
+    options = _sharded(options)
     if isinstance(profile, (str, Path)) and profile != AUTO:
         if not Path(profile).exists():
             raise DhelixError(f"profile={str(profile)!r}: no such file; give a profile's path, or 'auto'")
         options = options.but(profile=storage.load(profile))
     return options
+
+
+def _sharded(options: StepOptions) -> StepOptions:
+    """Returns `options` with the sharding section of the plan as `sharding`. A plan of states alone orders nothing.
+
+    Raises ShardingError if `sharding` contradicts the section, or if the step is a pipeline.
+    """
+    if options.plan is None or (section := options.loaded_plan.sharding) is None:
+        return options
+    if options.pipeline is not None:
+        raise ShardingError(
+            "the plan shards model states, and a pipeline places its own: leave out plan= or pipeline=, or remove the "
+            "section `sharding` from the plan"
+        )
+    plan = None if options.loaded_plan.only_shards else options.plan
+    return options.but(plan=plan, sharding=agreed(options.sharding, section))
 
 
 def _check_pipeline(options: StepOptions) -> None:

@@ -45,6 +45,7 @@ from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, Split, constrained, is_sharding_constraint, mesh_axes, stated
 from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL
+from dhelix.passes.hlo.loop_state import WhileLoop
 from dhelix.passes.hlo.manual_computation import inline_all, manual_computations
 from dhelix.passes.sharding.states.late_gathers import LateGathers
 from dhelix.passes.sharding.states.manual_states import ManualStates
@@ -187,9 +188,15 @@ class StateSharding:
         return len(sharded)
 
     def _accumulated(self, value: Instruction, split: Split) -> Instruction:
-        """Returns the result of a loop over micro-batches or of a pipeline, split as `gradients` says."""
+        """Returns the result of a loop over micro-batches or of a pipeline, split as `gradients` says.
+
+        With one micro-batch nothing is added up, so each gradient may be reduced right into the shards of the update.
+        Then the loop runs once, or it is the loop over layers, which writes one gradient after the other.
+        """
         made = value.operands[0] if value.opcode == "get-tuple-element" else value
         if made.opcode != "while" and made.proto.custom_call_target != TO_GLOBAL:
+            return value
+        if made.opcode == "while" and not _adds_up(WhileLoop(made), value.tuple_index):
             return value
         kept = [_only(over, self.gradients, self.data) for over in split.over]
         if self.gradients and made.opcode == "while" and made.called[0].root.opcode == "tuple":
@@ -256,6 +263,13 @@ class _Update:
         return found
 
 
+def _adds_up(loop: WhileLoop, k: int) -> bool:
+    """Whether a loop adds to its k-th value more than once, instead of writing it part by part."""
+    root = loop.body.root
+    is_written = root.opcode == "tuple" and root.operands[k].opcode == "dynamic-update-slice"
+    return loop.trip_count != 1 and not is_written
+
+
 def _results(entry: Computation) -> list[Instruction]:
     root = entry.root
     found = root.operands if root.opcode == "tuple" else [root]
@@ -284,3 +298,65 @@ def _name(axis: str) -> str:
 def _only(over: Over, kept: Axes, data: Axes) -> Over:
     """The axes of a dimension without the data-parallel axes that are not among `kept`."""
     return None if over is None else tuple(axis for axis in over if axis in kept or axis not in data)
+
+
+@dataclass(frozen=True)
+class FoundStates:
+    """The model states of a program, by the numbers of the entry's arguments.
+
+    Attributes:
+      parameters: states that are also read outside of updates.
+      optimizer: the other states.
+      gradient: bytes of an element of the gradients, as updates read them.
+      computed: bytes of an element of most operands of matrix products.
+    """
+
+    parameters: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    gradient: int
+    computed: int
+
+
+def find_states(module: HloModule) -> FoundStates:
+    """Finds the states of a program, whether they are placed or not. It takes the program's calls apart.
+
+    A state is an argument from which a result of its shape and type is computed element by element. If such a result
+    comes from states of another type alone, as that of fp32 masters does, an argument of its own type is a state, too.
+    """
+    entry = module.entry
+    inline_all(entry)
+    for manual in manual_computations(entry):
+        inline_all(manual.body)
+    updates = [one for one in map(_Update.of, _results(entry)) if one.states]
+    states: dict[Instruction, None] = {}
+    copied: list[Instruction] = []
+    for one in updates:
+        alike = [state for state in one.states if shapes.same(state.shape, one.result.shape)]
+        states |= dict.fromkeys(alike)
+        copied += [] if alike else [one.result]
+    arguments = [i for i in entry.instructions if i.opcode == "parameter" and i not in states]
+    arguments.sort(key=lambda argument: argument.proto.parameter_number)  # the state comes before the batch
+    for result in copied:
+        if same := [i for i in arguments if shapes.same(i.shape, result.shape)]:
+            arguments.remove(same[0])
+            states[same[0]] = None
+    inside, users = {i for one in updates for i in one.steps}, entry.users()
+    read = {s for s in states if any(user not in inside and user is not entry.root for user in users[s])}
+    numbers = {state: state.proto.parameter_number for state in states}
+    every = (i for computation in module.computations for i in computation.instructions)
+    return FoundStates(
+        tuple(sorted(numbers[state] for state in states if state in read)),
+        tuple(sorted(numbers[state] for state in states if state not in read)),
+        _usual_width(value for one in updates for value in one.inputs),
+        _usual_width(operand for i in every if i.opcode == "dot" for operand in i.operands),
+    )
+
+
+def _usual_width(values: Iterable[Instruction]) -> int:
+    """Bytes of an element of most of these floating-point values, weighted by their sizes; 4 if there are none."""
+    found: dict[int, int] = {}
+    for value in values:
+        if shapes.is_floating(value.shape):
+            width = shapes.byte_size(shapes.scalar(value.shape.element_type))
+            found[width] = found.get(width, 0) + shapes.element_count(value.shape)
+    return max(found, key=lambda width: found[width], default=4)

@@ -7,19 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from dhelix.launch import cli
 from dhelix.launch.shard import chart
 from dhelix.launch.shard.command import view_of
 from dhelix.launch.shard.job import compute_of, model_sizes
+from dhelix.launch.train import trainer
+from dhelix.launch.train.sharded import ShardedTraining
 from dhelix.models.presets import PRESETS
 from dhelix.passes.plans import plan_files
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.profiles.hardware import A800, H200
+from dhelix.runtime.sharding.state_plan import sharding_plan
+from dhelix.runtime.step.options import StepOptions
 
 Shard = Callable[..., tuple[int, str, str]]
 
+DUMPS = Path(__file__).parents[2] / "testdata" / "topologies"
 PAPER = ("--model=llama-7b", "--cluster=amsp-a800")
 SMALL = ("--model=llama-7b", "--cluster=amsp-a800", "--nodes=4")
 
@@ -95,6 +101,32 @@ def test_files(shard: Shard, tmp_path: Path) -> None:
     assert names[1].read_bytes() == before
 
 
+def test_gpus_are_ordered_by_a_dump_of_nccl(shard: Shard, tmp_path: Path) -> None:
+    leaves, plan = tmp_path / "leaves.json", tmp_path / "plan.json"
+    leaves.write_text(json.dumps({"nodes": [{"name": f"n{n}", "leaf": "AB"[n % 2]} for n in range(4)]}))
+    small = ("--model=llama-7b", "--hardware=A40", "--nodes=4", "--memory=100", "--factors=4x1,4x1,8x2")
+    topology = f"--topology={leaves},{DUMPS / 'pcie-8.xml'}"
+    status, text, _ = shard(*small, topology, f"--out={plan}", "--json")
+    found, section = json.loads(text), plan_files.load(plan).sharding
+    assert status == 0 and section and section.gpu_order == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert found["placement"] == ["n0", "n2", "n1", "n3"] and tuple(found["gpu_order"]) == section.gpu_order
+    sent = found["slow_links"]
+    assert all(
+        sent[links]["placed"] < sent[links]["listed"] for links in ("over the spine", "between CPUs in each node")
+    )
+    text = shard(*small, topology)[1]
+    assert (
+        "Order of GPUs in each node: 0, 1, 4, 5, 2, 3, 6, 7" in text and "GB between CPUs in each node; in the" in text
+    )
+    assert "NVLink joins all GPUs" in shard(*small, f"--topology={DUMPS / 'nvswitch-8.xml'}")[1]
+
+
+def test_a_plan_file_names_the_mesh_axes(shard: Shard, tmp_path: Path) -> None:
+    shard(*SMALL, "--factors=1x1,1x1,8x1", f"--out={tmp_path / 'plan.json'}", "--axes=replica,shard")
+    section = plan_files.load(tmp_path / "plan.json").sharding
+    assert section and section.axes == ("replica", "shard")
+
+
 def test_every_candidate_is_in_the_chart() -> None:
     view = view_of(flag_values(*SMALL))
     kinds = [chart.kind(c) for c in (*view.planned.candidates, *view.planned.rejected)]
@@ -132,10 +164,18 @@ def flag_values(*arguments: str) -> dict[str, Any]:
         ((*SMALL, "--factors=1x1,1x1,1x1"), "needs 47.6 GB more than there are"),
         ((*SMALL, "--memory=20"), "with recomputation it needs"),
         ((*SMALL, "--topology=none.json"), "none.json: cannot be read"),
+        ((*SMALL, f"--topology={DUMPS / 'bridges-4.xml'}"), "the node has 4 GPUs, and those of the mesh have 8"),
+        ((*SMALL, f"--topology={DUMPS / 'pcie-8.xml'},{DUMPS / 'nvswitch-8.xml'}"), "plan for nodes that are alike"),
+        ((*SMALL, "--axes=dp", "--out=no/plan.json", "--factors=1x1,1x1,8x1"), "dp cannot carry out parameters 1x1"),
         ((*SMALL, "--chart=shard.pdf"), "charts are .png or .svg files"),
         ((*SMALL, "--profile=x.json"), "exclude each other"),
         ((*SMALL, "--memory=nan"), "--memory nan: give a finite number"),
         ((*SMALL, "more"), "'more' is not a flag"),
+        (("--live",), "which step? give --live --preset NAME"),
+        (("--live", "--preset=llama-demo", "--model=llama-7b"), "so --model has no effect"),
+        (("--live", "--preset=llama-demo", "--states=zero1"), "leave out --states and --states_group"),
+        (("--live", "--preset=llama-demo", "--pp=2"), "--live does not know a pipeline's memory"),
+        ((*SMALL, "--mesh=dp=2"), "--mesh describes a step of `dhelix train`; add --live"),
     ],
 )
 def test_bad_input_is_one_line(shard: Shard, arguments: tuple[str, ...], said: str) -> None:
@@ -154,3 +194,18 @@ def test_sizes_of_every_preset(name: str) -> None:
     flops = compute_of(A800, sizes).flops
     assert 0.4 * A800.peak_flops < flops < A800.peak_flops
     assert compute_of(A800, sizes, 0.5).flops == 0.5 * A800.peak_flops
+
+
+@pytest.mark.deviceless
+def test_a_plan_for_the_step_of_train(shard: Shard, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    step = ("--live", "--preset=llama-demo", "--layers=2", "--seq=128", "--mesh=dp=4,tp=2", "--microbatches=2")
+    status, text, _ = shard(*step, f"--out={plan}", "--json")
+    found = json.loads(text)
+    assert status == 0 and found["mesh"] == [4, 1] and found["model"] == "llama-demo with tp 2"
+    assert found["batch"] == {"sequences": 1, "seq": 128, "microbatches": 2, "recompute": False}
+    assert any("by memory_analysis(), compiled for H200" in note for note in found["notes"])
+    assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] // found["os"][0], "AdamW's moments in float32"
+    options = trainer.Options("llama-demo", 2, 128, mesh="dp=4,tp=2", step=StepOptions(plan=plan))
+    training, _ = trainer.make_training(options, trainer.configuration(options), jax.devices("cpu"))
+    assert isinstance(training, ShardedTraining) and training.states == sharding_plan(plan)

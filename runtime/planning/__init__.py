@@ -1,0 +1,1 @@
+"""Plans for a train step at hand: how its model states are sharded."""

@@ -1,0 +1,288 @@
+"""Plans how the model states of a user's own train step are sharded.
+
+    planned = dhelix.plan_sharding(train_step, state, batch)      # arrays, or shapes over dhelix.deviceless.mesh(...)
+    print(planned)                                                # the factors, and what of it is measured or guessed
+    step = strand_interleave(train_step, sharding=planned, donate_argnums=0)
+    state = dhelix.shard_state(state, planned)
+
+The plain step is compiled once. Where each number comes from:
+
+    bytes of states        the arguments of the step (`step_sizes.py`)
+    other memory           memory_analysis() of the plain step, without its states and gathered parameters
+    compute                the schedule of the plain step, with the profile of its GPUs
+    collectives            the profile of its GPUs (`collective_times.py`)
+    compute of a layer     in proportion to its parameters: a guess
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dhelix.passes import jax_compat
+from dhelix.passes.evaluation.step_parts import step_parts
+from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.framework.units import milliseconds, parse_bytes
+from dhelix.passes.hlo.constraints import Axes
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.sharding import memory as memories
+from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
+from dhelix.passes.sharding.overlap import Overlap
+from dhelix.passes.sharding.planner import TIE, Planned, plan
+from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes
+from dhelix.passes.sharding.sizes import Batch
+from dhelix.passes.sharding.step_times import Compute, Job
+from dhelix.profiles.files import storage
+from dhelix.profiles.hardware import Hardware
+from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
+from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments
+from dhelix.runtime.sharding.placed_states import without_axes
+from dhelix.runtime.sharding.state_plan import StatePlan
+from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.options import AUTO, StepOptions
+from dhelix.runtime.step.target import Target
+
+_INSIDE = "inside"
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """What the planner needs to know about a step at hand.
+
+    Attributes:
+      job: sizes, bytes and speed of the step on one GPU.
+      mesh: all data-parallel devices.
+      axes: their mesh axes.
+      choices: the factors that these axes carry out for this step.
+      hardware: the GPU, with `mesh.gpus` data-parallel devices in a node.
+      link, setting: link and launch setting of the profile.
+      times: how long collectives take.
+      source: where these times come from, in words.
+      limit: bytes of memory of a GPU that may be used.
+      notes: what is measured, scaled and guessed.
+    """
+
+    job: Job
+    mesh: Factor
+    axes: Axes
+    choices: tuple[Factors, ...]
+    hardware: Hardware
+    link: str
+    setting: str
+    times: CollectiveTimes
+    source: str
+    limit: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedStates:
+    """How the states of a step are best sharded. `strand_interleave(sharding=...)` and `shard_state` take it.
+
+    Attributes:
+      sharding: the section of a plan file: factors and mesh axes.
+      planned: the planner's result, with memory and times of all factors that the mesh carries out.
+      at_hand: what was planned for.
+      notes: what is measured, scaled and guessed, and what would be faster on another mesh.
+    """
+
+    sharding: ShardingPlan
+    planned: Planned
+    at_hand: AtHand
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        best = self.planned.best
+        name = best.factors.strategy
+        times = f"a step takes {milliseconds(best.times.step)}, {milliseconds(best.times.exposed)} of it exposed"
+        memory = f"{best.memory.total / _GB:.1f} GB of {self.planned.limit / _GB:.1f} GB"
+        said = f"{best.factors} over {', '.join(self.sharding.axes)}"
+        return "\n".join([f"{name or 'sharding'}: {said}; {times}; {memory}", *self.notes])
+
+    def save(self, path: str | Path) -> None:
+        """Writes a plan file. Raises PlanError if it cannot be written."""
+        here = self.at_hand
+        gpu = here.hardware.name.removesuffix(f"-{here.link}")
+        target = PlanTarget.of(gpu, here.link, here.setting, here.mesh.gpus)
+        plan_files.save(Plan(f"states of {here.job.sizes.name}", target, sharding=self.sharding), path)
+
+
+def plan_sharding(
+    step: Callable[..., Any],
+    *args: Any,
+    axes: str | Sequence[str] = "dp",
+    microbatches: int | None = None,
+    memory: int | str | None = None,
+    profile: Any = AUTO,
+) -> PlannedStates:
+    """Plans how the states of a train step are sharded, over the mesh that its arguments are on.
+
+    Args:
+      step: the step for plain data parallelism: a function, the result of `jax.jit`, or of `strand_interleave`.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s with shardings. States are whole, or sharded already.
+      axes: the data-parallel mesh axes, the major one first.
+      microbatches: micro-batches of a step; default: those of `strand_interleave`, or 1.
+      memory: memory of a GPU that may be used, in bytes or as "60GiB"; default: all of it.
+      profile: "auto", the file of a profile, or None for times from bandwidths, as for `strand_interleave`.
+
+    Returns:
+      The plan with the least exposed communication that fits, among those that the mesh carries out.
+
+    Raises:
+      ShardingError: nothing fits, the mesh is not one of GPUs, or the step has no states.
+      DhelixError: the profile cannot be read, or has no times for this launch setting.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    here = at_hand(step, args, names, microbatches, memory, profile)
+    found = plan(here.job, here.mesh, here.times, here.limit, Overlap().on(here.hardware), choices=here.choices)
+    better = better_elsewhere(found, here)
+    section = ShardingPlan(found.best.factors, _INSIDE, axes=names)
+    return PlannedStates(section, found, here, (*here.notes, *better))
+
+
+def better_elsewhere(found: Planned, here: AtHand) -> tuple[str, ...]:
+    """A line about factors that the mesh at hand cannot carry out, if they are faster than those that it can."""
+    overlap = Overlap().on(here.hardware)
+    other = plan(found.job, here.mesh, here.times, found.limit, overlap, found.objective).best
+    saved = found.best.value(found.objective) - other.value(found.objective)
+    if other.factors in here.choices or saved <= TIE * found.best.value(found.objective):
+        return ()
+    sizes = axis_sizes(other.factors)
+    axes = " x ".join(f"{name}={size}" for name, size in zip(axis_names(len(sizes)), sizes, strict=True))
+    return (f"{other.factors} would save {milliseconds(saved)}, on a mesh of {axes} (dhelix.mesh_of makes it)",)
+
+
+def at_hand(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    axes: Axes,
+    microbatches: int | None = None,
+    memory: int | str | None = None,
+    profile: Any = AUTO,
+    batch: Batch | None = None,
+    name: str | None = None,
+    target: Target | None = None,
+) -> AtHand:
+    """What the planner needs to know. The plain step is compiled.
+
+    Args:
+      batch: what a GPU computes, with its micro-batches; None: `microbatches`, of one token each.
+      name: name of the model; None: that of the step.
+      target: the GPUs and the source of costs; None: those of the step's devices and of `profile`.
+      others: as in `plan_sharding`, which also says what is raised.
+    """
+    of_step = step.options.microbatches if isinstance(step, InterleavedStep) else None
+    batch = batch or Batch(1, 1, microbatches or of_step or 1)
+    name = name or str(getattr(step, "__name__", "step"))
+    mesh = mesh_of_arguments(args)
+    whole = StatePlan("dp", axes)
+    whole.on(mesh.shape)
+    lowered = _lowered(step, args)
+    found = StepSizes.of(lowered, args, axes, name)
+    if found.split:
+        leaves, tree = jax.tree.flatten(tuple(args))
+        placed = [without_axes(leaf, axes) if n in found.states else leaf for n, leaf in enumerate(leaves)]
+        lowered = _lowered(step, jax.tree.unflatten(tree, placed))
+    target = target or _target(lowered, profile)
+    attached = deviceless.are_attached(jax_compat.devices(lowered))
+    compiled = lowered.compile() if attached else tuned.compile(lowered)
+    parts = step_parts(lowering.compiled_module(compiled), target.costs())
+    need = memory_need.of_compiled(compiled).total
+    factor = _factor(mesh, axes, target.hardware.gpus_per_node)
+    hardware = replace(target.hardware, gpus_per_node=factor.gpus)
+    job = _job(found, batch, hardware, factor, parts, need)
+    times, source = _times(hardware, target)
+    setting = "default" if target.model is None else target.model.setting
+    limit = hardware.memory_bytes if memory is None else float(parse_bytes("memory", memory))
+    where = "on these GPUs" if attached else f"for {target.gpu} without a GPU"
+    return AtHand(
+        job, factor, axes, _choices(factor, axes, mesh), hardware, target.link, setting, times,
+        source, limit, _notes(found, job, need, parts, where),
+    )  # fmt: skip
+
+
+def _lowered(step: Callable[..., Any], args: Sequence[Any]) -> jax.stages.Lowered:
+    if isinstance(step, InterleavedStep):
+        return step.trace(*args).lower()
+    if jax_compat.is_jitted(step):
+        return step.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those of the batch
+        return jax.jit(step, donate_argnums=tuple(range(len(args)))).lower(*args)
+
+
+def _target(lowered: jax.stages.Lowered, profile: Any) -> Target:
+    if isinstance(profile, str | Path) and profile != AUTO:
+        profile = storage.load(profile)
+    target = Target.of(lowered, StepOptions(profile=profile))
+    if target is None:
+        raise ShardingError(
+            "the step's arguments are not on GPUs; without a GPU, give jax.ShapeDtypeStructs with shardings over a "
+            'mesh of GPUs such as dhelix.deviceless.mesh({"dp": 8}, "h200")'
+        )
+    return target
+
+
+def _factor(mesh: Mesh, axes: Axes, gpus_per_node: int) -> Factor:
+    """The data-parallel devices as GPUs of a node x nodes. Axes after the last data-parallel one lie within it."""
+    names, data = list(mesh.axis_names), prod(mesh.shape[axis] for axis in axes)
+    inner = prod(mesh.shape[name] for name in names[names.index(axes[-1]) + 1 :] if name not in axes)
+    gpus = gcd(data, max(gpus_per_node // inner, 1))
+    return Factor(gpus, data // gpus)
+
+
+def _job(found: StepSizes, batch: Batch, hardware: Hardware, mesh: Factor, parts: StepParts, need: int) -> Job:
+    """The job whose plain step needs `need` bytes, and computes for as long as `parts` say."""
+    bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+    one = Job(found.sizes, batch, Compute(1.0, bandwidth), found.kept, split=_INSIDE)
+    plain = Factors(mesh)
+    held = memories.memory(one.sizes, plain, one.kept, batch, one.bucket, _INSIDE).total
+    if batch.microbatches > 1:  # the plain step has no strands, so it keeps the gradients of one micro-batch
+        held += one.kept.moved_parameter * one.sizes.parameters
+    seconds = parts.compute + parts.copies + parts.clock + parts.idle
+    work = batch.microbatches * (one.forward + one.backward)  # at one operation per second
+    speed = work / max(seconds - one.update_seconds(plain), 0.1 * seconds)
+    return replace(one, compute=Compute(speed, bandwidth), rest=need - held)
+
+
+def _choices(factor: Factor, axes: Axes, mesh: Mesh) -> tuple[Factors, ...]:
+    """The factors that the axes carry out."""
+    choices = []
+    for factors in admissible(factor):
+        with contextlib.suppress(ShardingError):
+            StatePlan(factors, axes).on(mesh.shape)
+            choices.append(factors)
+    return tuple(choices)
+
+
+def _times(hardware: Hardware, target: Target) -> tuple[CollectiveTimes, str]:
+    links = Links.of(hardware)
+    measured = {} if target.model is None else target.model.profile.section(target.model.setting).collectives
+    if measured:
+        return MeasuredTimes(measured, hardware, links), f"the profile {target.gpu} {target.link} and the GPU's links"
+    return LinkTimes(links), f"the links of {hardware.name}"
+
+
+def _notes(found: StepSizes, job: Job, need: int, parts: StepParts, where: str) -> tuple[str, ...]:
+    kept = job.kept
+    widths = f"{kept.parameter:g}, {kept.gradient:g} and {kept.optimizer:.3g}"
+    notes = [
+        f"memory: the plain step needs {need / _GB:.1f} GB by memory_analysis(), compiled {where}; a parameter has "
+        f"{widths} bytes of parameter, gradient and optimizer state; for other factors, states are scaled",
+        f"compute: predicted with costs from the {parts.costs}, {parts.guessed:.0%} of it guessed; a layer's share is "
+        "guessed from its parameters",
+    ]
+    if found.split:
+        notes.append("states are sharded already; the plan is for whole ones")
+    return tuple(notes)

@@ -1,0 +1,188 @@
+"""Plans for a user's own step: real bytes of states, measured memory, factors that the mesh carries out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dhelix
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.sharding.factors import Factor, ShardingError
+from dhelix.passes.sharding.states.state_sharding import find_states
+from dhelix.runtime.compiler import lowering, memory_need, tuned
+from dhelix.runtime.planning.live_plan import PlannedStates
+from dhelix.runtime.planning.step_sizes import StepSizes
+from dhelix.runtime.sharding.placed_states import state_shardings
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.tests.runtime.sharding.training import mesh
+
+LAYERS, WIDTH, WORDS, ROWS = 4, 256, 512, 64
+WHOLE = P()
+PHI = LAYERS * WIDTH * WIDTH + 2 * WORDS * WIDTH
+
+
+def loss(params: Any, words: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(x @ w.astype(x.dtype)), None
+
+    x = jax.lax.scan(layer, params["table"].astype(jnp.bfloat16)[words], params["layers"])[0]
+    return jnp.mean(jnp.square(x @ params["head"].astype(x.dtype)).astype(jnp.float32))
+
+
+def step_of(optimizer: optax.GradientTransformation) -> Any:
+    def step(state: Any, words: jax.Array) -> Any:
+        params, opt_state = state
+        value, gradients = dhelix.value_and_grad(loss)(params, words)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def arguments(optimizer: optax.GradientTransformation, on: Mesh, spec: P = WHOLE) -> tuple[Any, Any]:
+    def place(leaf: Any, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, spec))
+
+    shapes = {"table": (WORDS, WIDTH), "layers": (LAYERS, WIDTH, WIDTH), "head": (WIDTH, WORDS)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    state = jax.tree.map(place, (params, jax.eval_shape(optimizer.init, params)))
+    state[0]["table"] = place(params["table"], spec)
+    return state, place(jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), P("dp"))
+
+
+def sizes(optimizer: optax.GradientTransformation, step: Any = None, **options: Any) -> StepSizes:
+    args = arguments(optimizer, mesh(dp=4, tp=2), **options)
+    return StepSizes.of(jax.jit(step or step_of(optimizer)).lower(*args), args, ("dp",), "mine")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "held"),
+    [
+        (optax.sgd(1e-3), 0.0),
+        (optax.sgd(1e-3, momentum=0.9), 4.0),
+        (optax.lion(1e-3, mu_dtype=jnp.bfloat16), 2.0),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 8.0),
+        (optax.adamw(1e-3, mu_dtype=jnp.bfloat16), 6.0),
+    ],
+)
+def test_bytes_of_states_are_those_of_the_optimizer(optimizer: optax.GradientTransformation, held: float) -> None:
+    found = sizes(optimizer)
+    assert (found.kept.parameter, found.kept.optimizer) == (4.0, held)
+    assert found.kept.gradient == 2.0, "one micro-batch adds nothing up, and products are of bfloat16"
+    assert found.kept.moved_parameter == 2.0 and found.kept.copied, "products are of bfloat16"
+    assert found.sizes.parameters == PHI and found.sizes.layers == LAYERS
+    assert found.sizes.layer_parameters == WIDTH * WIDTH and not found.split
+
+
+def test_masters_of_another_type_are_optimizer_states() -> None:
+    def step(params: jax.Array, master: jax.Array, x: jax.Array) -> Any:
+        gradients = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(params)
+        master = master - 0.1 * gradients.astype(jnp.float32)
+        return master.astype(jnp.bfloat16), master
+
+    wide, narrow = jnp.ones((8, 8)), jnp.ones((8, 8), jnp.bfloat16)
+    found = find_states(HloModule.from_bytes(lowering.hlo_bytes(jax.jit(step).lower(narrow, wide, narrow))))
+    assert (found.parameters, found.optimizer, found.gradient, found.computed) == ((0,), (1,), 2, 2)
+
+
+def test_a_device_holds_its_part_of_other_axes() -> None:
+    """Data-parallel axes are what is planned, so they do not count."""
+    assert sizes(optax.adam(1e-3), spec=P("tp")).sizes.parameters == PHI - WORDS * WIDTH // 2
+    found = sizes(optax.adam(1e-3), spec=P("dp"))
+    assert found.split and found.sizes.parameters == PHI
+
+
+def plan_of(microbatches: int) -> PlannedStates:
+    optimizer = optax.adamw(1e-3)
+    state, words = arguments(optimizer, dhelix.deviceless.mesh({"dp": 8}))
+    step = strand_interleave(step_of(optimizer), microbatches=microbatches, donate_argnums=0)
+    return dhelix.plan_sharding(step, state, words, memory=10**9)
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlannedStates:
+    return plan_of(2)
+
+
+@pytest.mark.deviceless
+def test_memory_is_that_of_the_compiler() -> None:
+    """Of the plain step exactly, and of a step with sharded states nearly."""
+    planned = plan_of(1)
+    optimizer = optax.adamw(1e-3)
+    state, words = arguments(optimizer, dhelix.deviceless.mesh({"dp": 8}))
+    of_name = {c.factors.strategy: c.memory.total for c in planned.planned.candidates}
+    for name, near in (("dp", 0.001), ("zero1", 0.05)):
+        placed = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            state,
+            state_shardings(state, name),
+        )
+        step = strand_interleave(step_of(optimizer), microbatches=1, donate_argnums=0, sharding=name, passes=())
+        needed = memory_need.of_compiled(tuned.compile(step.lower(placed, words))).total
+        assert of_name[name] == pytest.approx(needed, rel=near)
+
+
+@pytest.mark.deviceless
+def test_a_plan_is_taken_everywhere(planned: PlannedStates, tmp_path: Path) -> None:
+    planned.save(tmp_path / "plan.json")
+    plan = dhelix.sharding_plan(planned)
+    assert plan == dhelix.sharding_plan(tmp_path / "plan.json") and plan.axes == ("dp",)
+    assert strand_interleave(lambda x: x, sharding=planned).options.sharding is planned
+    assert planned.at_hand.job.kept.gradient == 4.0, "micro-batches add up in float32"
+    assert planned.at_hand.mesh == Factor(8) and planned.at_hand.job.batch.microbatches == 2
+    assert all(part in (Factor(1), Factor(8)) for f in planned.at_hand.choices for _, part in f.states())
+    for words in ("over dp", "by memory_analysis(), compiled for H200 without a GPU", "% of it guessed"):
+        assert words in str(planned)
+
+
+@pytest.mark.deviceless
+def test_a_step_with_a_shard_map_is_planned() -> None:
+    optimizer, on = optax.adamw(1e-3), dhelix.deviceless.mesh({"dp": 8})
+
+    def step(state: Any, words: jax.Array) -> Any:
+        def local(params: Any, words: jax.Array) -> Any:
+            return jax.tree.map(lambda g: jax.lax.pmean(g, "dp"), jax.grad(loss)(params, words))
+
+        body = jax.shard_map(local, mesh=on, in_specs=(P(), P("dp")), out_specs=P(), check_vma=False)
+        gradients = body(state[0], words)
+        updates, opt_state = optimizer.update(gradients, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    found = dhelix.plan_sharding(step, *arguments(optimizer, on))
+    assert {factors.strategy for factors in found.at_hand.choices} == {"dp", "zero1", "zero2", "fsdp"}
+
+
+@pytest.mark.deviceless
+def test_what_does_not_fit_is_one_error() -> None:
+    optimizer = optax.adamw(1e-3)
+    state, words = arguments(optimizer, dhelix.deviceless.mesh({"dp": 8}))
+    with pytest.raises(ShardingError, match=r"nothing fits into 0.0 GB: .*use .*micro-batch"):
+        dhelix.plan_sharding(step_of(optimizer), state, words, memory="1MiB")
+
+
+def test_steps_that_cannot_be_planned() -> None:
+    optimizer, on = optax.adamw(1e-3), mesh(dp=8)
+    state, words = arguments(optimizer, on)
+    step, moments = step_of(optimizer), arguments(optax.adam(1e-3), on)[0][1]
+
+    def update(state: Any, gradients: Any) -> Any:
+        return optax.adam(1e-3).update(gradients, state)[1]
+
+    for args, made, said in (
+        ((state, words), step, "the step's arguments are not on GPUs; without a GPU, give jax.ShapeDtypeStructs"),
+        ((moments, state[0]), update, "optimizer states and no parameters"),
+        ((state[0], words), loss, "the step returns no new state"),
+        (({"w": jnp.ones(8)},), step, "the step's arguments are on no mesh"),
+    ):
+        with pytest.raises(ShardingError, match=re.escape(said)):
+            dhelix.plan_sharding(made, *args)
+    with pytest.raises(ShardingError, match="the mesh has no axis 'data'"):
+        dhelix.plan_sharding(step, state, words, axes="data")
