@@ -76,7 +76,7 @@ class Simulated:
     @property
     def alone(self) -> Array:
         """Seconds of each computation with nothing beside it."""
-        return np.array([float(self._beside(i, np.zeros(1), np.ones(1))[0]) for i in range(len(self.blocks))])
+        return self._beside(np.zeros(1), np.ones(1))[:, 0]
 
     def times(self, settings: Settings) -> tuple[Array, Array]:
         """Seconds of each collective and of each computation."""
@@ -112,11 +112,14 @@ class Simulated:
         rate = rate * (1.0 - np.exp(-((chunk / s["c2"]) ** s["h"])))
         volume = self.volumes[:, None]
         x = volume / rate + s["a"] * np.log2(1.0 + volume / (channels * chunk)) + s["b"] * channels**1.2
-        computations, collectives = range(len(self.blocks)), range(len(self.volumes))
-        slowed = [[self._beside(i, channels[j], chunk[j]) for j in collectives] for i in computations]
-        return x, played(self.alone, slowed, x)
+        return x, played(self.alone, self._beside(channels, chunk), x)
 
-    def _beside(self, i: int, channels: Array, chunk: Array) -> Array:
-        s, slots = self.shape, (SMS - channels) * self.blocks_per_sm[i]
+    def _beside(self, channels: Array, chunk: Array) -> Array:
+        """Seconds of each computation beside each collective, [computations, *the shape of channels]."""
+        s, each = self.shape, (-1, *(1,) * channels.ndim)
+        blocks, per_sm, size, wave = (
+            np.reshape(part, each) for part in (self.blocks, self.blocks_per_sm, self.block_bytes, self.wave)
+        )
+        slots = (SMS - channels) * per_sm
         taken = self.taken * (1.0 - np.exp(-((channels / s["n1"]) ** s["p"]) * (chunk / s["c1"]) ** s["q"]))
-        return np.ceil(self.blocks[i] / slots) * (self.wave[i] + slots * self.block_bytes[i] / (BANDWIDTH - taken))
+        return np.ceil(blocks / slots) * (wave + slots * size / (BANDWIDTH - taken))

@@ -29,7 +29,6 @@ Cost: an overlap of M computations and N collectives takes M N steps of NumPy fo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,7 +106,7 @@ class Links:
     per_chunk: float
     per_channel: float
 
-    def seconds(self, volume: float, channels: Array, chunk: Array) -> Array:
+    def seconds(self, volume: float | Array, channels: Array, chunk: Array) -> Array:
         """Seconds of a collective of `volume` bytes, for arrays of channels and chunks of equal shape."""
         several = channels * self.channel * chunk / (chunk + self.half_chunk)
         rate = (self.link**-_CORNER + several**-_CORNER) ** (-1.0 / _CORNER)
@@ -154,15 +153,26 @@ class ChannelModel:
 
     def collectives(self, channels: Array, chunk: Array) -> Array:
         """Seconds of each collective, [collectives, settings], for arrays of that shape."""
-        return np.stack([self.links.seconds(v, channels[j], chunk[j]) for j, v in enumerate(self.overlap.volumes)])
+        return self.links.seconds(np.reshape(self.overlap.volumes, (-1, 1)), channels, chunk)
 
-    def beside(self, computation: int, channels: Array, chunk: Array) -> Array:
-        """Seconds of a computation that has a collective of these settings beside it all the time."""
-        sms, waves, m = self.overlap.sms, self.overlap.waves[computation], self.memory[computation]
+    def beside(self, channels: Array, chunk: Array) -> Array:
+        """Seconds of each computation that has a collective of these settings beside it all the time.
+
+        Args:
+          channels, chunk: arrays of equal shape.
+
+        Returns:
+          An array of shape [computations, *that shape].
+        """
+        each = (-1, *(1,) * channels.ndim)
+        alone, memory = np.reshape(self.alone, each), np.reshape(self.memory, each)
+        sms, waves = self.overlap.sms, np.reshape(self.overlap.waves, each)
         left = sms - channels
-        more = np.ceil(waves * sms / left) / math.ceil(waves) if math.isfinite(waves) else sms / left
+        known = np.isfinite(waves)
+        whole = np.where(known, waves, 1.0)
+        more = np.where(known, np.ceil(whole * sms / left) / np.ceil(whole), sms / left)
         waits = more * (left / sms) / (1.0 - self.bandwidth.share(channels, chunk))
-        return self.alone[computation] * ((1.0 - m) * more + m * waits)
+        return alone * ((1.0 - memory) * more + memory * waits)
 
     def times(self, channels: Array, chunk: Array) -> tuple[Array, Array]:
         """Seconds of each collective and of each computation.
@@ -174,13 +184,10 @@ class ChannelModel:
           Arrays of shape [collectives, settings] and [computations, settings].
         """
         x = self.collectives(channels, chunk)
-        slowed = [
-            [self.beside(i, channels[j], chunk[j]) for j in range(len(x))] for i in range(len(self.overlap.waves))
-        ]
-        return x, played(self.alone, slowed, x)
+        return x, played(self.alone, self.beside(channels, chunk), x)
 
 
-def played(alone: Sequence[float] | Array, slowed: Sequence[Sequence[Array]], x: Array) -> Array:
+def played(alone: Sequence[float] | Array, slowed: Sequence[Sequence[Array]] | Array, x: Array) -> Array:
     """Seconds of each computation, when computations and collectives run in order on two streams (equation 4).
 
     Args:

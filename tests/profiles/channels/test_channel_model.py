@@ -52,20 +52,20 @@ def test_more_channels_and_larger_chunks_speed_up_collectives_and_slow_down_comp
     for more in (channels, chunks):
         assert sum(more.collectives) < sum(small.collectives)
     one = dataclasses.replace(MODEL, overlap=dataclasses.replace(OVERLAP, waves=(math.inf, math.inf)))
-    beside = [one.beside(1, np.array([float(n)]), np.array([c]))[0] for n, c in ((2, 1e5), (8, 1e5), (2, 1e6))]
+    beside = [one.beside(np.array([float(n)]), np.array([c]))[1, 0] for n, c in ((2, 1e5), (8, 1e5), (2, 1e6))]
     assert one.alone[1] < beside[0] < min(beside[1:])
 
 
 def test_waves_are_whole() -> None:
     """2 waves on 84 SMs remain 2 waves as long as the blocks fit; then there are 3."""
     one = dataclasses.replace(MODEL, overlap=dataclasses.replace(OVERLAP, waves=(1.9, 1.0)), memory=(0.0, 0.0))
-    beside = one.beside(0, np.array([4.0, 5.0]), np.array([1e5, 1e5]))
+    beside = one.beside(np.array([4.0, 5.0]), np.array([1e5, 1e5]))[0]
     np.testing.assert_allclose(beside, [one.alone[0], 1.5 * one.alone[0]])
 
 
 def test_an_unknown_launch_has_no_steps() -> None:
     one = dataclasses.replace(MODEL, overlap=dataclasses.replace(OVERLAP, waves=(math.inf, 1.0)), memory=(0.0, 0.0))
-    np.testing.assert_allclose(one.beside(0, np.array([42.0]), np.array([1e5])), [2 * one.alone[0]])
+    np.testing.assert_allclose(one.beside(np.array([42.0]), np.array([1e5]))[0], [2 * one.alone[0]])
 
 
 def test_a_fitted_model_predicts_settings_that_were_held_out() -> None:
