@@ -96,9 +96,7 @@ ALL = [
     ("zero1", "w", True),
     ("zero2", "w", True),
     ("zero3", "1f1b", True),
-    ("zero3", "w", True),
     ("zero1", "1f1b", False),
-    ("zero2", "1f1b", False),
     ("zero3", "1f1b", False),
 ]
 

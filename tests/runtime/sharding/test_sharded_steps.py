@@ -74,13 +74,17 @@ QUICK = [
     ("zero3", "dp 8", 4, True),
 ]
 ALL = [
-    *((plan, axes, m, False) for plan in ("dp", "zero1", "zero2", "zero3") for axes in MESHES for m in (1, 4)),
+    ("dp", "dp 4, tp 2", 4, False),
+    *(("zero1", axes, 4, False) for axes in MESHES),
+    ("zero1", "dp 2, tp 4", 1, False),
+    ("zero2", "dp 4, tp 2", 4, False),
+    ("zero2", "dp 8", 1, False),
+    *(("zero3", axes, 4, False) for axes in MESHES),
     ("zero1", "dp 8", 1, True),
     ("zero1", "dp 8", 4, True),
     ("zero2", "dp 8", 4, True),
     ("zero3", "dp 8", 1, True),
     ("zero3", "dp 8", 4, True),
-    ("dp", "dp 8", 4, True),
 ]
 
 
@@ -96,8 +100,8 @@ def test_five_steps_give_the_numbers_of_the_plain_step(plan: str, axes: str, mic
     assert ("parameter-prefetch" in changed) == (plan == "zero3")
 
 
-COPIES = [(name, m, False) for name in PARTIAL for m in (1, 4)]
-COPIES += [("partial", 1, True)] + [(name, 4, True) for name in PARTIAL]
+COPIES = [("mics", 1, False)] + [(name, 4, False) for name in PARTIAL]
+COPIES += [("partial", 1, True)] + [(name, 4, True) for name in PARTIAL if name != "partial"]
 
 
 @pytest.mark.parametrize(
