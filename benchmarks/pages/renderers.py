@@ -16,6 +16,7 @@ from typing import Any
 
 from dhelix.benchmarks.collective_matmul import tables as matmul_tables
 from dhelix.benchmarks.collective_matmul.results import Results as MatmulResults
+from dhelix.benchmarks.collectives import simulated_tuning as tuning_study
 from dhelix.benchmarks.inference import results as inference_results
 from dhelix.benchmarks.orders import optimality as optimality_study
 from dhelix.benchmarks.orders import robustness as robustness_study
@@ -114,6 +115,11 @@ def sharding(paths: Sequence[Path]) -> str:
 def sharding_memory(paths: Sequence[Path]) -> str:
     """The planner's memory and bytes of collectives beside those of compiled steps."""
     return "\n\n".join(sharding_memory_study.markdown(_load(path)) for path in paths)
+
+
+def simulated_tuning(paths: Sequence[Path]) -> str:
+    """Searches for settings of collectives, compared on simulated overlaps."""
+    return "\n\n".join(tuning_study.markdown(_load(path)) for path in paths)
 
 
 def records(paths: Sequence[Path]) -> str:

@@ -33,19 +33,7 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, ffn = self.hidden, self.ffn
-        heads, kv_heads = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        return {
-            "attention_norm": (hidden,),
-            "wq": (hidden, *heads),
-            "wk": (hidden, *kv_heads),
-            "wv": (hidden, *kv_heads),
-            "wo": (*heads, hidden),
-            "ffn_norm": (hidden,),
-            "w_gate": (hidden, ffn),
-            "w_up": (hidden, ffn),
-            "w_down": (ffn, hidden),
-        }
+        return dense_layer_shapes(self)
 
     @property
     def kept_bytes(self) -> float | None:
@@ -53,6 +41,23 @@ class LlamaConfig(DecoderConfig):
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim  # queries and outputs, keys and values
         log_sums = 4 * self.heads  # of the softmax, float32
         return (4 if self.dtype == "float32" else 2) * (residuals + attention + 2 * self.ffn) + log_sums
+
+
+def dense_layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of one layer without experts, by name."""
+    hidden, ffn = config.hidden, config.ffn
+    heads, kv_heads = (config.heads, config.head_dim), (config.kv_heads, config.head_dim)
+    return {
+        "attention_norm": (hidden,),
+        "wq": (hidden, *heads),
+        "wk": (hidden, *kv_heads),
+        "wv": (hidden, *kv_heads),
+        "wo": (*heads, hidden),
+        "ffn_norm": (hidden,),
+        "w_gate": (hidden, ffn),
+        "w_up": (hidden, ffn),
+        "w_down": (ffn, hidden),
+    }
 
 
 _LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, ffn=28672)

@@ -23,7 +23,7 @@ from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.common.parameters import as_configured, cast_params, initial_layers, layer_specs, normal
 from dhelix.models.common.training import Params
 from dhelix.models.llama.layers import decoder_layer, rms_norm, rotation
-from dhelix.models.llama.llama_config import LlamaConfig
+from dhelix.models.llama.llama_config import LlamaConfig, dense_layer_shapes
 
 METRICS = ("loss",)
 
@@ -69,7 +69,7 @@ def init_params(config: LlamaConfig, key: jax.Array) -> Params:
     embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + len(_LAYER_SPECS))
     params = {
         "embedding": normal(config, embedding_key, (config.vocab, config.hidden)),
-        "layers": as_configured(config, initial_layers(config, layer_keys, config.layer_shapes)),
+        "layers": as_configured(config, initial_layers(config, layer_keys, dense_layer_shapes(config))),
         "final_norm": jnp.ones((config.hidden,), config.param_dtype),
     }
     if not config.tie_embeddings:

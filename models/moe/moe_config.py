@@ -66,7 +66,7 @@ class MoeConfig(LlamaConfig):
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}  # those of the experts are in `models.moe.model`
+        return {}  # not those of one dense layer; they are in `models.moe.model`
 
     @property
     def kept_bytes(self) -> float | None:
