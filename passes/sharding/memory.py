@@ -12,7 +12,7 @@ w are the bytes of the type in which gathered parameters compute, M is the numbe
 
     always     parameters   b_P Phi / |s_os|
                optimizer    b_O Phi / |s_os|
-               gradients    b_G Phi / |s_g|          the sums of all micro-batches; if M = 1, w Phi / |s_os|
+               gradients    b_G Phi / |s_g|          the sums of all micro-batches; if M = 1, w Phi, by |s_os| or |s_g|
                gathered     w Phi / |s_p|            what the model reads, if it is not the parameters themselves
                             w Phi / |s_os|           shards that wait for the first forward's gathers, if M > 1
                             w L of one matrix        the largest whose first dimension does not divide by |s_os|: it is
@@ -126,7 +126,9 @@ def _gathered_between(sizes: ModelSizes, factors: Factors, kept: StateBytes) -> 
 
 def _of_the_program(sizes: ModelSizes, factors: Factors, kept: StateBytes, batch: Batch) -> Memory:
     """The memory of a step that splits states inside tensors. The table above has its terms."""
-    if batch.microbatches == 1:  # nothing is added up, so gradients are reduced right into the shards of the update
+    if batch.microbatches == 1 and kept.moved_gradient <= kept.moved_parameter:
+        # Nothing is added up, so gradients are reduced right into the shards of the update. Gradients that are
+        # converted for their sum over devices, as in a shard_map, are whole before it.
         factors = replace(factors, gradients=factors.optimizer)
     width, strands = kept.moved_parameter, batch.strands
     activations = batch.tokens * (KEPT * sizes.hidden if sizes.kept is None else sizes.kept)

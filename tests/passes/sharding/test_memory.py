@@ -11,7 +11,7 @@ import pytest
 
 from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.memory import Memory, activation_bytes, memory
-from dhelix.passes.sharding.sizes import FROZEN, MIXED, SINGLE, Batch, Matrix
+from dhelix.passes.sharding.sizes import BF16_SUMS, FROZEN, MIXED, SINGLE, Batch, Matrix
 from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, factors, llama
 
 PHI = LLAMA_7B.parameters
@@ -60,9 +60,13 @@ def inside(strategy: str, microbatches: int = 1, sizes=KNOWN, kept=SINGLE, recom
 
 @pytest.mark.parametrize("strategy, share", [("dp", 1), ("zero1", 1), ("zero2", 32), ("zero3", 32)])
 def test_only_several_micro_batches_need_sums_of_gradients(strategy: str, share: int) -> None:
-    """The gradients of one micro-batch go right into the shards of the update."""
-    assert inside(strategy, 1).gradients == 2 * PHI / (1 if strategy == "dp" else 32)
+    assert inside(strategy, 1).gradients == 2 * PHI / share
     assert inside(strategy, 2).gradients == inside(strategy, 8).gradients == 4 * PHI / share
+
+
+def test_gradients_of_one_micro_batch_go_right_into_the_shards_of_the_update() -> None:
+    assert inside("zero1", kept=BF16_SUMS) == inside("zero2", kept=BF16_SUMS)
+    assert inside("zero1", kept=SINGLE).gradients == 2 * PHI, "converted for their sum, they are whole before it"
 
 
 def test_parameters_are_stored_like_optimizer_states_and_read_as_a_copy() -> None:
@@ -77,8 +81,7 @@ def test_parameters_are_stored_like_optimizer_states_and_read_as_a_copy() -> Non
 def test_a_matrix_whose_first_dimension_does_not_divide_is_transposed_after_its_gather() -> None:
     uneven = replace(KNOWN, matrices=(Matrix(4096, 4096**2), Matrix(11_000, 11_000 * 4096)))
     more = [inside("zero1", m, sizes=uneven).gathered - inside("zero1", m).gathered for m in (1, 2)]
-    transposed = 2 * 32 * 11_000 * 4096
-    assert more == [transposed - 2 * PHI / 32, transposed]  # gradients of a single strand take its place
+    assert more == [0, 2 * 32 * 11_000 * 4096]  # gradients of a single strand take its place
     assert inside("zero3", sizes=uneven) == inside("zero3")
 
 
