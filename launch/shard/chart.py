@@ -12,11 +12,13 @@ from typing import Any
 from dhelix.launch.shard.view import ShardView
 from dhelix.launch.shown import figures
 from dhelix.launch.shown.figures import EXPOSED, GREY, INK
+from dhelix.passes.sharding.factors import Factors
 from dhelix.passes.sharding.planner import Candidate
 
 _GB = 1e9
 _WIDTH = 2.5  # the chart ends at this multiple of the memory limit
 _LOGARITHMIC = 10.0  # largest over least exposed time from which the axis is logarithmic
+_PLACES = ((5, 5), (5, -12), (-5, 5), (-5, -12))  # of a name beside its point, the preferred one first
 _KINDS = {
     "parameters on every GPU": figures.BETA,
     "parameters inside a node": figures.ALPHA,
@@ -32,8 +34,12 @@ def kind(candidate: Candidate) -> str:
 
 
 def labels(view: ShardView) -> list[tuple[str, Candidate]]:
-    """The named points: known strategies, and the shown factors last."""
-    named = [(name, found) for name, found in view.known.items() if found.factors != view.chosen.factors]
+    """The named points: known strategies, those of equal factors together, and the shown factors last."""
+    points: dict[Factors, tuple[list[str], Candidate]] = {}
+    for name, found in view.known.items():
+        if found.factors != view.chosen.factors:
+            points.setdefault(found.factors, ([], found))[0].append(name)
+    named = [(", ".join(names), found) for names, found in points.values()]
     return [*named, (", ".join(str(factor) for _, factor in view.chosen.factors.states()), view.chosen)]
 
 
@@ -54,6 +60,8 @@ def save(view: ShardView, path: str | Path, title: str) -> None:
         _draw(axis, view)
         axis.set_title(title, loc="left", fontweight="bold", fontsize=10)
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.draw_without_rendering()  # now it is known where labels lie
+        write_names(axis, view)
         figures.save(figure, path, "a file", metadata)
 
 
@@ -64,17 +72,6 @@ def _draw(axis: Any, view: ShardView) -> None:
         if points:
             axis.scatter(*zip(*points, strict=True), s=22, color=colour, alpha=0.75, lw=0, label=words)
     axis.axvline(view.planned.limit / _GB, color=EXPOSED, lw=1.0, ls=(0, (4, 3)), label="memory of a GPU")
-    for name, candidate in labels(view):
-        chosen = candidate is view.chosen
-        axis.annotate(
-            name,
-            _point(candidate),
-            (5, 5),
-            textcoords="offset points",
-            annotation_clip=True,
-            fontweight="bold" if chosen else "normal",
-            color=INK if chosen else GREY,
-        )
     axis.scatter(*_point(view.chosen), s=70, facecolor="none", edgecolor=INK, lw=1.4)
     exposed = [candidate.times.exposed for candidate in found]
     if min(exposed) > 0.0 and max(exposed) > _LOGARITHMIC * min(exposed):
@@ -89,6 +86,27 @@ def _draw(axis: Any, view: ShardView) -> None:
     axis.set_ylabel("exposed communication of a step, seconds", color=GREY)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def write_names(axis: Any, view: ShardView) -> list[Any]:
+    """Writes the names of points into a chart that is laid out, each where no other name is. Returns the texts."""
+    written: list[Any] = []
+    for name, candidate in reversed(labels(view)):
+        chosen = candidate is view.chosen
+        style = {"fontweight": "bold" if chosen else "normal", "color": INK if chosen else GREY}
+        text = None
+        for place in _PLACES:
+            if text is not None:
+                text.remove()
+            side = "left" if place[0] > 0 else "right"
+            text = axis.annotate(
+                name, _point(candidate), place, textcoords="offset points", ha=side, annotation_clip=True, **style
+            )
+            box = text.get_window_extent()
+            if box.x0 >= axis.bbox.x0 and not any(box.overlaps(one.get_window_extent()) for one in written):
+                break
+        written.append(text)
+    return written
 
 
 def _point(candidate: Candidate) -> tuple[float, float]:

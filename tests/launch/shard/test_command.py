@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,18 @@ def test_every_candidate_is_in_the_chart() -> None:
     kinds = [chart.kind(c) for c in (*view.planned.candidates, *view.planned.rejected)]
     assert len(set(kinds)) == 3
     assert chart.labels(view)[-1][1] is view.chosen
+
+
+def test_names_in_the_chart_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[Any] = []
+    write = chart.write_names
+    monkeypatch.setattr(chart, "write_names", lambda *args: written.extend(write(*args)))
+    for flags in (("--nodes=4",), ()):
+        written.clear()
+        chart.save(view_of(flag_values("--model=llama-8b", "--hardware=H200", *flags)), tmp_path / "chart.svg", "")
+        boxes = [text.get_window_extent() for text in written]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert any(text.get_text() == "ZeRO-3, MiCS" for text in written)  # on one node, they are the same factors
 
 
 def test_hidden_collectives_slow_a_gpu_as_its_description_says() -> None:
