@@ -98,7 +98,7 @@ def _check(parameters: Collection[int], others: Collection[int]) -> None:
 
 
 def _bytes(leaves: Sequence[tuple[Any, Any]], numbers: Sequence[int], axes: Axes) -> float:
-    return float(sum(_elements(leaves[n][1], axes) * np.dtype(leaves[n][1].dtype).itemsize for n in numbers))
+    return float(sum(_elements(leaves[n][1], axes) * leaves[n][1].dtype.itemsize for n in numbers))
 
 
 def _elements(leaf: Any, axes: Axes) -> int:
