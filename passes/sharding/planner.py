@@ -2,7 +2,7 @@
 
     planned = plan(job, mesh, times, limit=80e9)
     planned.best.factors                    # parameters 1x1, gradients 1x1, optimizer 8x1 of 8x128
-    planned.why(planned.candidates[1])      # '0.12 s longer, most of it broadcast (+0.11 s)'
+    planned.why(planned.candidates[1])      # '0.12 s longer, above all broadcast (+0.11 s), and ...'
 
 All admissible factors are tried (`factors.admissible`): 121 for 128 nodes of 8 GPUs. Brute force is enough, as the
 paper says. Candidates that need more memory than the limit are left out (its inequality 2).
@@ -32,7 +32,7 @@ TIE = 0.02
 OBJECTIVES = ("exposed", "total")
 """What the planner minimises: what a step loses to communication, or the sum of all collectives as in the paper."""
 
-GB = 1e9
+GB, _MB = 1e9, 1e6
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Planned:
         """Why a candidate was not chosen, as a text."""
         over = candidate.memory.total - self.limit
         if over > 0.0:
-            return f"needs {_gb(over)} more than there are"
+            return f"needs {in_words(over)} more than there are"
         lost = candidate.value(self.objective) - self.best.value(self.objective)
         more = candidate.memory.total - self.best.memory.total
         if abs(lost) <= TIE * self.best.value(self.objective):
-            return f"the same time within {TIE:.0%}, and {_gb(more)} more"
+            return f"the same time within {TIE:.0%}, and {in_words(more)} more"
         terms = self._terms(candidate)
         name = max(terms, key=lambda term: terms[term])
-        return f"{lost:.3g} s longer, most of it {name} ({terms[name]:+.3g} s), and {_gb(abs(more))} {_less(more)}"
+        return f"{lost:.3g} s longer, above all {name} ({terms[name]:+.3g} s), and {in_words(abs(more))} {_less(more)}"
 
     def _terms(self, candidate: Candidate) -> Mapping[str, float]:
         """How much longer each part of a candidate is than that of the chosen one, in seconds."""
@@ -159,13 +159,14 @@ def _key(factors: Factors) -> tuple[Factor, ...]:
 def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
     """One line: how much the candidate with the least memory misses, and what would fit."""
     needed = least.memory.total
-    found = f"nothing fits into {_gb(limit)}: {least.factors} needs {_gb(needed)}, {_gb(needed - limit)} too much"
+    lacking = f"{least.factors} needs {in_words(needed)}, {in_words(needed - limit)} too much"
+    found = f"nothing fits into {in_words(limit)}: {lacking}"
     if job.rest is not None:
         beside = needed - least.memory.states
         if beside < limit:
             more = least.memory.states / (limit - beside)
             return f"{found}; use {more:.2g} times as many GPUs, fewer sequences in a micro-batch, or rematerialization"
-        return f"{found}, and {_gb(beside)} of it are no states; use smaller micro-batches, or rematerialization"
+        return f"{found}, and {in_words(beside)} of it are no states; use smaller micro-batches, or rematerialization"
     changes = {"recomputation": {"recompute": True}, "1 sequence in a micro-batch": {"sequences": 1}}
     ways = {words: replace(job.batch, **change) for words, change in changes.items()}
     ways = {words: batch for words, batch in ways.items() if batch != job.batch}
@@ -174,20 +175,21 @@ def _nothing_fits(job: Job, least: Candidate, limit: float) -> str:
         return memories.memory(job.sizes, least.factors, job.kept, batch, job.bucket, job.split)
 
     totals = {words: memory(batch).total for words, batch in ways.items()}
-    if fitting := [f"with {words} it needs {_gb(size)}" for words, size in totals.items() if size <= limit]:
+    if fitting := [f"with {words} it needs {in_words(size)}" for words, size in totals.items() if size <= limit]:
         return f"{found}; {', or '.join(fitting)}"
     lightest = memory(replace(job.batch, recompute=True, sequences=1))
     rest = lightest.total - lightest.states
     with_all = f"with {' and '.join(ways)} " if ways else ""
     if lightest.total <= limit:
-        return f"{found}; {with_all}it needs {_gb(lightest.total)}"
+        return f"{found}; {with_all}it needs {in_words(lightest.total)}"
     if rest < limit:
         return f"{found}; {with_all}it needs {lightest.states / (limit - rest):.2g} times as many GPUs"
     return f"{found}; use shorter sequences, or GPUs with more memory"
 
 
-def _gb(size: float) -> str:
-    return f"{size / GB:.1f} GB"
+def in_words(size: float) -> str:
+    """Bytes in words: "13.5 GB", or "8.2 MB" where a tenth of a gigabyte says too little."""
+    return f"{size / GB:.1f} GB" if abs(size) >= GB / 10.0 else f"{size / _MB:.3g} MB"
 
 
 def _less(more: float) -> str:

@@ -38,7 +38,7 @@ from dhelix.passes.sharding import memory as memories
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.overlap import Overlap
-from dhelix.passes.sharding.planner import TIE, Planned, plan
+from dhelix.passes.sharding.planner import TIE, Planned, in_words, plan
 from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes
 from dhelix.passes.sharding.sizes import Batch
 from dhelix.passes.sharding.step_times import Compute, Job
@@ -53,7 +53,6 @@ from dhelix.runtime.step.options import AUTO, StepOptions
 from dhelix.runtime.step.target import Target
 
 _INSIDE = "inside"
-_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class PlannedStates:
         best = self.planned.best
         name = best.factors.strategy
         times = f"a step takes {milliseconds(best.times.step)}, {milliseconds(best.times.exposed)} of it exposed"
-        memory = f"{best.memory.total / _GB:.1f} GB of {self.planned.limit / _GB:.1f} GB"
+        memory = f"{in_words(best.memory.total)} of {in_words(self.planned.limit)}"
         said = f"{best.factors} over {', '.join(self.sharding.axes)}"
         return "\n".join([f"{name or 'sharding'}: {said}; {times}; {memory}", *self.notes])
 
@@ -278,7 +277,7 @@ def _notes(found: StepSizes, job: Job, need: int, parts: StepParts, where: str) 
     kept = job.kept
     widths = f"{kept.parameter:g}, {kept.gradient:g} and {kept.optimizer:.3g}"
     notes = [
-        f"memory: the plain step needs {need / _GB:.1f} GB by memory_analysis(), compiled {where}; a parameter has "
+        f"memory: the plain step needs {in_words(need)} by memory_analysis(), compiled {where}; a parameter has "
         f"{widths} bytes of parameter, gradient and optimizer state; for other factors, states are scaled",
         f"compute: predicted with costs from the {parts.costs}, {parts.guessed:.0%} of it guessed; a layer's share is "
         "guessed from its parameters",

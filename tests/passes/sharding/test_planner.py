@@ -48,7 +48,7 @@ def test_it_says_why_candidates_lost() -> None:
     planned = plan(job(), MESH, TIMES, LIMIT, objective="total")
     reasons = [planned.why(c) for c in (*planned.alternatives, *planned.rejected)]
     assert any("the same time within 2%" in reason for reason in reasons)
-    assert any("s longer, most of it forward gather (+" in reason for reason in reasons)
+    assert any("s longer, above all forward gather (+" in reason for reason in reasons)
     assert all("GB more than there are" in reason for reason in reasons[-len(planned.rejected) :])
     assert planned.best not in planned.alternatives
 
