@@ -51,12 +51,7 @@ class StatePlan:
         Raises:
           ShardingError: the mesh lacks an axis, has another number of devices, or no axes carry out a factor.
         """
-        missing = [axis for axis in self.axes if axis not in mesh]
-        if missing:
-            raise ShardingError(
-                f"the mesh has no axis {missing[0]!r}, only {', '.join(mesh)}; say which axes are data-parallel: "
-                f"sharding_plan(..., axes=('{next(iter(mesh))}',)), or `dhelix shard --axes {next(iter(mesh))}`"
-            )
+        self._check_axes(mesh)
         sizes = [mesh[axis] for axis in self.axes]
         devices = math.prod(sizes)
         factors = self.factors
@@ -70,6 +65,26 @@ class StatePlan:
             )
         found = {name: self._carrying_out(name, factor, sizes) for name, factor in factors.states()}
         return SplitAxes(self.axes, **found)
+
+    def _check_axes(self, mesh: Mapping[str, int]) -> None:
+        missing = [axis for axis in self.axes if axis not in mesh]
+        if not missing:
+            return
+        count = math.prod(mesh.values())
+        if isinstance(self.factors, Factors) and count % self.factors.mesh.size:
+            raise ShardingError(
+                f"the plan is for {self.factors.mesh.size} data-parallel devices ({self.factors.mesh}), but the mesh "
+                f"has {count}; make a plan for these devices (`dhelix shard --nodes N --gpus_per_node G`)"
+            )
+        if len(self.axes) > 1:
+            raise ShardingError(
+                f"the plan is for the mesh axes {', '.join(self.axes)}, but the mesh has {', '.join(mesh)}: "
+                "mesh_of(plan, tp=...) makes a mesh that fits, and says its axes"
+            )
+        raise ShardingError(
+            f"the mesh has no axis {missing[0]!r}, only {', '.join(mesh)}; say which axes are data-parallel: "
+            f"sharding_plan(..., axes=('{next(iter(mesh))}',)), or `dhelix shard --axes {next(iter(mesh))}`"
+        )
 
     def _carrying_out(self, state: str, factor: Factor, sizes: Sequence[int]) -> Axes:
         for first in range(len(sizes) + 1):
@@ -247,7 +262,7 @@ def _placed(plan: StatePlan, devices: list[Any], mesh: Factor, nodes: Sequence[s
         if plan.placement is None:
             raise ShardingError("nodes= needs a plan that places nodes; make one with `dhelix shard --topology`")
         if sorted(nodes) != sorted(plan.placement):
-            unlike = sorted(set(nodes) ^ set(plan.placement))
+            unlike = sorted(set(nodes) - set(plan.placement)) or sorted(set(plan.placement) - set(nodes))
             raise ShardingError(
                 f"the plan places {', '.join(plan.placement)}; nodes= must name the same, each once"
                 + (f", unlike {unlike[0]!r}" if unlike else "")

@@ -110,7 +110,7 @@ def test_corrupted_sections(tmp_path: Path, changes: dict[str, str], said: str) 
         (lambda plan: shard_state(Case(mesh(dp=4)).state(), plan), "the plan is for 8 data-parallel devices (8x1)"),
         (lambda plan: mesh_of(plan, nodes=["a"]), "nodes= needs a plan that places nodes"),
         (lambda plan: mesh_of(ShardingPlan(PARTIAL.factors, "inside", ("a", "b")), nodes=["a", "c"]),
-         "the plan places a, b; nodes= must name the same, each once, unlike 'b'"),
+         "the plan places a, b; nodes= must name the same, each once, unlike 'c'"),
         (lambda plan: mesh_of(ShardingPlan(Factors(Factor(4)), gpu_order=(0, 1, 2, 3)), tp=2),
          "the plan orders single GPUs"),
     ],

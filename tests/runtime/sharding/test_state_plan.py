@@ -89,6 +89,10 @@ def test_what_a_plan_may_be(tmp_path: Path) -> None:
          "axes dp have 4"),
         (lambda: sharding_plan(PARTIAL).on({"dp": 8}), "optimizer are sharded over 4 devices, which the last of the "
          "axes dp=8 do not have; split the axis: mesh_of(plan, tp=...) makes a mesh that fits"),
+        (lambda: sharding_plan(PARTIAL, axes=("a", "b")).on({"dp": 4}), "the plan is for 8 data-parallel devices "
+         "(4x2), but the mesh has 4; make a plan for these devices"),
+        (lambda: sharding_plan(PARTIAL, axes=("a", "b")).on({"dp": 8}), "the plan is for the mesh axes a, b, but the "
+         "mesh has dp: mesh_of(plan, tp=...) makes a mesh that fits"),
         (lambda: sharding_plan(PARTIAL, axes=("gpu", "node")).on(TWO), "the last of the axes gpu=4 x node=2"),
         (lambda: mesh_of("zero1", tp=3), "8 devices are not divisible by {'tp': 3}"),
         (lambda: mesh_of(Factors(Factor(16))), "the plan is for 16 data-parallel devices (16x1), but there are 8"),
