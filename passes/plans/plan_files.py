@@ -75,7 +75,7 @@ from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
 SCHEMA = 2
 
-_KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
+_KIND = Kind("plan", "make it again with `dhelix plan` or `dhelix shard`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # more than any step takes
 

@@ -103,7 +103,10 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         ('{\n"schema": 1,\n"program" "x"}', "plan.json: line 3: is not JSON"),
         ("{}", 'it has no "schema"'),
         (edited(schema=3), "written by a newer dhelix"),
-        (edited(schema=1), "written by an older dhelix (schema 1; this one reads 2): make it again with `dhelix plan`"),
+        (
+            edited(schema=1),
+            "written by an older dhelix (schema 1; this one reads 2): make it again with `dhelix plan` or",
+        ),
         (section("order", bodies=None), "plan.json: order.bodies: expected `array`"),
         (edited(extra=1), "unknown field `extra`"),
         (json.dumps({"schema": 2}), "`program` is missing"),
