@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -111,7 +112,10 @@ def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.F
     except flags.Error as error:
         _fail(f"{_plain_words(_one_line(error))}; see `dhelix {name} --help`", name, status=2)
     if values["help"].value:
-        print(f"{module.USAGE.strip()}\n\nflags:\n{_flag_help(values)}")
+        try:
+            print(f"{module.USAGE.strip()}\n\nflags:\n{_flag_help(values)}", flush=True)
+        except BrokenPipeError:
+            _no_reader()
         sys.exit(0)
     return values, positional
 
@@ -122,8 +126,16 @@ def _run(name: str, module: ModuleType, values: flags.FlagValues, positional: li
         return module.run(values, positional)
     except DhelixError as error:
         _fail(_one_line(error), name)
+    except BrokenPipeError:
+        _no_reader()
     except KeyboardInterrupt:
         _fail("interrupted", name, status=INTERRUPTED)
+
+
+def _no_reader() -> NoReturn:
+    """Exits silently, because nobody reads stdout any more, as after `| head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush succeeds
+    sys.exit(1)
 
 
 def _no_global_flags(argv: Sequence[str]) -> list[str]:

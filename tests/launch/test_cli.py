@@ -140,6 +140,14 @@ def test_help_needs_no_jax() -> None:
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
 
 
+def test_help_may_be_read_in_part() -> None:
+    help_ = [sys.executable, "-m", "dhelix", "shard", "--help"]
+    with subprocess.Popen(help_, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 def test_the_package_is_a_program() -> None:
     command = [sys.executable, "-m", "dhelix", "--help"]
     assert "usage: dhelix" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
