@@ -60,6 +60,8 @@ def _check_given(live: bool, given: Collection[str]) -> None:
             raise DhelixError(f"--live takes the step of `dhelix train`, so --{name} has no effect; leave it out")
         if not live and name in ONLY_LIVE:
             raise DhelixError(f"--{name} describes a step of `dhelix train`; add --live, or leave it out")
+    if "axes" in given and "out" not in given:
+        raise DhelixError("--axes names the mesh axes of a plan file; add --out, or leave it out")
 
 
 def view_of(chosen: dict[str, Any]) -> ShardView:

@@ -85,6 +85,8 @@ def _nodes(topology: Topology, shown: Candidate) -> Placed:
     shares = ((size, spine_share(topology, listed, size), spine_share(topology, order, size)) for size in sizes)
     sent = (spine_bytes(topology, each, shown.times.sent, mesh) for each in (listed, order))
     notes = () if sizes else ("No group spans some nodes and not all, so any order of nodes will do.",)
+    if len(names) > mesh.nodes:
+        notes = (f"The file has {len(names)} nodes; the first {mesh.nodes} of them are ordered.", *notes)
     return Placed(order, tuple(shares), traffic=(Traffic("over the spine", *sent),), notes=notes)
 
 

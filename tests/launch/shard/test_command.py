@@ -119,6 +119,7 @@ def test_gpus_are_ordered_by_a_dump_of_nccl(shard: Shard, tmp_path: Path) -> Non
     assert (
         "Order of GPUs in each node: 0, 1, 4, 5, 2, 3, 6, 7" in text and "GB between CPUs in each node; in the" in text
     )
+    assert "The file has 4 nodes; the first 2 of them" in shard(*PAPER, "--nodes=2", f"--topology={leaves}")[1]
     assert "NVLink joins all GPUs" in shard(*small, f"--topology={DUMPS / 'nvswitch-8.xml'}")[1]
 
 
@@ -188,6 +189,7 @@ def flag_values(*arguments: str) -> dict[str, Any]:
         (("--live", "--preset=llama-demo", "--model=llama-7b"), "so --model has no effect"),
         (("--live", "--preset=llama-demo", "--states=zero1"), "leave out --states and --states_group"),
         (("--live", "--preset=llama-demo", "--pp=2"), "--live does not know a pipeline's memory"),
+        ((*SMALL, "--axes=data"), "--axes names the mesh axes of a plan file; add --out"),
         ((*SMALL, "--mesh=dp=2"), "--mesh describes a step of `dhelix train`; add --live"),
     ],
 )
