@@ -94,7 +94,8 @@ def plan_of(view: ShardView) -> Plan:
     """A plan file's contents: the sharding section, with a target and no order."""
     task = view.task
     sizes, batch = task.job.sizes, task.job.batch
-    program = f"{sizes.name}: {sizes.layers} layers, sequence {batch.length}, {batch.microbatches} micro-batches"
+    parts = f"{batch.microbatches} micro-batch{'es' * (batch.microbatches > 1)}"
+    program = f"{sizes.name}: {sizes.layers} layers, sequence {batch.length}, {parts}"
     target = PlanTarget.of(_plain_name(task.hardware), task.link, task.setting, task.mesh.gpus)
     return Plan(program, target, sharding=view.plan)
 

@@ -77,7 +77,7 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         "who inserts collectives: shard_map (the model's code), auto (XLA; not with experts or cp), fsdp (parameters "
         "also split over dp; by XLA, with experts or cp by the model's code; not with --pp)",
     )
-    states = "how model states are sharded over dp: zero1 and others, or a plan file; zero3 needs --sharding auto"
+    states = "how model states are sharded over dp: zero1 and others, or a plan file"
     text("states", None, f"{states} (default: as --sharding says)")
     number("states_group", None, "devices of dp over which --states shards, such as those of a node (default: all)")
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")

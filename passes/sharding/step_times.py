@@ -116,10 +116,12 @@ class Job:
 
     def update_seconds(self, factors: Factors) -> float:
         """Time of the optimizer's update: it reads states and gradients, writes states and parameters, and clears
-        the gradients."""
+        the gradients. Split inside, a single micro-batch adds nothing up, so it needs no cleared gradients."""
         kept = self.kept
         touched = (2.0 * kept.optimizer + kept.gradient + kept.parameter) / factors.optimizer.size
         cleared = kept.gradient / factors.gradients.size
+        if self.split == "inside" and self.batch.microbatches == 1:
+            cleared = 0.0
         return (touched + cleared) * self.sizes.parameters / self.compute.memory_bandwidth
 
 

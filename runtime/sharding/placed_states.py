@@ -173,4 +173,4 @@ def _mesh_of(state: Any, mesh: Mesh | None) -> Mesh:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.mesh if isinstance(sharding.mesh, Mesh) else sharding.mesh.abstract_mesh  # pyright: ignore
-    raise ShardingError("the state's arrays are on no mesh; give one: shard_state(state, plan, mesh)")
+    raise ShardingError("the state's arrays are on no mesh; give one after the plan: shard_state(state, plan, mesh)")

@@ -123,7 +123,7 @@ def test_abstract_states_and_arrays_on_no_mesh() -> None:
 
 @pytest.mark.parametrize("function", [shard_state, gather_state, state_shardings, dhelix.shard_state])
 def test_without_a_mesh_the_error_says_what_to_give(function: Any) -> None:
-    said = "the state's arrays are on no mesh; give one: shard_state(state, plan, mesh)"
+    said = "the state's arrays are on no mesh; give one after the plan: shard_state(state, plan, mesh)"
     with pytest.raises(ShardingError, match=re.escape(said)):
         function({"w": np.ones((8, 8))}, "zero1")
 
@@ -132,7 +132,7 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
     state = Case(mesh(dp=8)).state()
     with pytest.raises(ShardingError, match="the plan is for 4 data-parallel devices"):
         shard_state(state, Factors(Factor(4), ONE, ONE, Factor(4)))
-    with pytest.raises(ShardingError, match="no axis 'replica'"):
+    with pytest.raises(ShardingError, match="the plan is for the mesh axes replica, dp, but the mesh has dp"):
         gather_state(state, sharding_plan("mics", axes=("replica", "dp")))
 
 
