@@ -27,6 +27,7 @@ def check(case: Case) -> None:
     assert found["predicted"]["collectives"] == found["compiled"]["collectives"]
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_memory_and_bytes_of_one_micro_batch() -> None:
     check(Case("llama-7b", 8, "zero1", 1))  # scanned layers, so a smaller model would not compile faster

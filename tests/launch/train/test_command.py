@@ -19,6 +19,8 @@ from dhelix.launch import cli
 from dhelix.launch.train import trainer
 from dhelix.launch.train.checkpoint import Checkpoints
 from dhelix.launch.train.command import say_resumed
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan
 from dhelix.runtime.profiling.traces import traced_modules
 
 SMALL = ("--layers=2", "--seq=16", "--mesh=dp=2,tp=4", "--microbatches=2", "--steps=4", f"--data={__file__}")
@@ -138,7 +140,6 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--plain", "--interleave"], "exclude each other"),
         (["--plain", "--verify"], "leave out --plain or --verify"),
         (["--plain", "--schedule=dp"], "leave out --plain or --schedule"),
-        (["--schedule=dp", "--plan=p.json"], "leave out --schedule or --plan"),
         (["--plain", "--max_in_flight=1"], "leave out --plain or --max_in_flight"),
         (["--pp=2", "--mesh=dp=1,tp=4", "--layers=4", "--microbatches=4", "--skew=1"], "by its own schedule"),
         (["--plain", "--collective_matmul=ring"], "leave out --plain or --collective_matmul"),
@@ -167,6 +168,13 @@ def test_bad_options_are_one_line(arguments: list[str], says: str, capsys: pytes
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("dhelix train: ") and says in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_plan_that_sets_the_order_excludes_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(plan_files.dumps(Plan("llama-demo")))
+    assert status(*SMALL, "--schedule=dp", f"--plan={file}") == 1
+    assert "leave out --schedule or --plan" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -297,7 +297,7 @@ def case(quick: bool = False, config: DecoderConfig = LLAMA, packed: bool = Fals
 @pytest.mark.parametrize(
     ("config", "packed", "sizes"),
     [
-        case(quick=True, cp=2),
+        case(cp=2),
         case(cp=8),
         case(quick=True, packed=True, dp=2, cp=2),
         case(packed=True, cp=4, tp=2),
@@ -325,7 +325,7 @@ def test_pipelines_train_as_one_device_does(config: DecoderConfig, sizes: dict[s
 @pytest.mark.parametrize(
     ("config", "packed", "sizes"),
     [
-        case(quick=True, cp=8),
+        case(cp=8),
         case(config=EXPERTS, packed=True, ep=2, cp=4),
         case(config=dataclasses.replace(LLAMA, layers=4), pp=2, cp=4),
     ],
