@@ -28,7 +28,6 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.plans import plan_files
-from dhelix.passes.sharding.factors import ShardingError
 from dhelix.profiles.files import storage
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import decorating
@@ -109,15 +108,10 @@ def _loaded(options: StepOptions) -> StepOptions:
 def _sharded(options: StepOptions) -> StepOptions:
     """Returns `options` with the sharding section of the plan as `sharding`. A plan of states alone orders nothing.
 
-    Raises ShardingError if `sharding` contradicts the section, or if the step is a pipeline.
+    Raises ShardingError if `sharding` contradicts the section.
     """
     if options.plan is None or (section := options.loaded_plan.sharding) is None:
         return options
-    if options.pipeline is not None:
-        raise ShardingError(
-            "the plan shards model states, and a pipeline places its own: leave out plan= or pipeline=, or remove the "
-            "section `sharding` from the plan"
-        )
     plan = None if options.loaded_plan.only_shards else options.plan
     return options.but(plan=plan, sharding=agreed(options.sharding, section))
 

@@ -97,6 +97,13 @@ def test_corrupted_sections(tmp_path: Path, changes: dict[str, str], said: str) 
         strand_interleave(lambda x: x, plan=file)
 
 
+def test_a_plan_shards_the_states_of_a_pipeline_too() -> None:
+    step = strand_interleave(
+        lambda x: x, plan=Plan("a step", sharding=ZERO1), microbatches=4, pipeline=Fold(2, layers=4)
+    )
+    assert step.options.sharding == sharding_plan(ZERO1) and step.options.plan is None
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -105,8 +112,6 @@ def test_corrupted_sections(tmp_path: Path, changes: dict[str, str], said: str) 
          "8x1 over dp: leave one of both out"),
         (lambda plan: strand_interleave(lambda x: x, plan=plan, sharding=sharding_plan("zero1", axes="data")),
          "says zero1 over data, but the plan says"),
-        (lambda plan: strand_interleave(lambda x: x, plan=plan, microbatches=4, pipeline=Fold(2, 4)),
-         "the plan shards model states, and a pipeline places its own"),
         (lambda plan: shard_state(Case(mesh(dp=4)).state(), plan), "the plan is for 8 data-parallel devices (8x1)"),
         (lambda plan: mesh_of(plan, nodes=["a"]), "nodes= needs a plan that places nodes"),
         (lambda plan: mesh_of(ShardingPlan(PARTIAL.factors, "inside", ("a", "b")), nodes=["a", "c"]),
