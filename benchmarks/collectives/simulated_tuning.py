@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from dhelix.benchmarks.collectives.simulated_overlaps import NCCL, SPACE, Simulated
+from dhelix.benchmarks.pages.markdown import table
 from dhelix.passes.tuning.descent import alone, descend
 from dhelix.passes.tuning.greedy import greedy
 from dhelix.passes.tuning.guided_search import tune
@@ -116,12 +117,12 @@ def markdown(found: dict[str, Any]) -> str:
         rows = [row for row in found["rows"] if row["noise"] == noise]
         names = dict.fromkeys(row["search"] for row in rows)
         title = f"{noise:.0%} noise on each time" if noise else "no noise"
-        parts += [f"**All cases, {title}.**", _table(_HEADS, [_cells(name, rows) for name in names])]
+        parts += [f"**All cases, {title}.**", table(_HEADS, [_cells(name, rows) for name in names])]
         heads = ("collectives", "contention", *names)
-        parts += ["**Median of the time over the optimum.**", _table(heads, _medians(rows, list(names)))]
+        parts += ["**Median of the time over the optimum.**", table(heads, _medians(rows, list(names)))]
     heads = list(found["many"][0])
     parts += ["**Measurements by the number of collectives, strong contention, no noise.**"]
-    parts += [_table(heads, [[f"{row[head]:g}" for head in heads] for row in found["many"]])]
+    parts += [table(heads, [[f"{row[head]:g}" for head in heads] for row in found["many"]])]
     return "\n\n".join(parts)
 
 
@@ -141,11 +142,6 @@ def _medians(rows: list[dict[str, Any]], names: list[str]) -> list[list[str]]:
     kinds = dict.fromkeys((row["collectives"], row["contention"]) for row in rows)
     medians = {(row["collectives"], row["contention"], row["search"]): row["median"] for row in rows}
     return [[str(n), kind, *(f"{medians[n, kind, name]:.4f}" for name in names)] for n, kind in kinds]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from dhelix.benchmarks.inference import results as inference_results
 from dhelix.benchmarks.orders import optimality as optimality_study
 from dhelix.benchmarks.orders import robustness as robustness_study
 from dhelix.benchmarks.orders import solve_time as solve_time_study
+from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.pipeline import memory as pipeline_memory_study
 from dhelix.benchmarks.pipeline import tables as pipeline_tables
 from dhelix.benchmarks.prediction import held_out as held_out_study
@@ -173,12 +174,6 @@ def _grids(names: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:
 
 def _titled(names: Sequence[str], text: str) -> str:
     return f"*{', '.join(names)}*\n\n{text}" if names else text
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table. Bars inside of cells are escaped."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines)
 
 
 def cell(value: Any) -> str:

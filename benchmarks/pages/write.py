@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.benchmarks.pages import renderers
+from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.errors import DhelixError
 
@@ -102,7 +103,7 @@ def readme() -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise DhelixError(f"README.md needs the lines {BEGIN} and {END} around its table")
-    return f"{before}{BEGIN}\n\n{renderers.table(heads, rows)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table(heads, rows)}\n\n{END}{after}"
 
 
 def pages() -> dict[str, str]:

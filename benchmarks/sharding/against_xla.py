@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.sharding.cases import SEQUENCE, Case
 from dhelix.launch.shard.job import model_sizes
 from dhelix.models.presets import preset
@@ -83,14 +84,12 @@ def error(row: Mapping[str, Any]) -> float:
 
 def markdown(found: Sequence[Mapping[str, Any]]) -> str:
     """A table of all cases, and the largest errors. Where bytes differ, the planner's stand in parentheses."""
-    lines = [_HEADS, ["---"] * len(_HEADS), *map(_cells, found)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     errors = [error(row) for row in found]
     within = sum(abs(one) <= LIMIT for one in errors)
     equal = sum(all(_alike(row, kind) for kind in KINDS) for row in found)
     return (
         f"{within} of {len(found)} cases are within {LIMIT:.0%}; errors are {min(errors):+.1%} to {max(errors):+.1%}. "
-        f"The bytes of all collectives are equal in {equal} cases.\n\n{table}"
+        f"The bytes of all collectives are equal in {equal} cases.\n\n{table(_HEADS, [_cells(row) for row in found])}"
     )
 
 

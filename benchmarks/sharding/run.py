@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.sharding import reproduction, table_iv
 from dhelix.benchmarks.sharding.fitted import Fitted, fit
 from dhelix.benchmarks.sharding.reproduction import Row
@@ -47,11 +48,11 @@ def _fitted(cluster: Fitted) -> dict[str, float]:
 def markdown(found: dict[str, Any]) -> str:
     """The tables of a result file."""
     rows = [Row(**row) for row in found["rows"]]
-    parts = ["**Fitted.**", _table(("", "value"), [(name, f"{value:g}") for name, value in found["fitted"].items()])]
-    for table in dict.fromkeys(row.table for row in rows):
+    parts = ["**Fitted.**", table(("", "value"), [(name, f"{value:g}") for name, value in found["fitted"].items()])]
+    for name in dict.fromkeys(row.table for row in rows):
         parts += [
-            f"**{table[0].upper()}{table[1:]}.**",
-            _table(_HEADS, [_cells(row) for row in rows if row.table == table]),
+            f"**{name[0].upper()}{name[1:]}.**",
+            table(_HEADS, [_cells(row) for row in rows if row.table == name]),
         ]
     reasons: dict[str, list[str]] = {}
     for row in rows:
@@ -82,21 +83,16 @@ def _ranges(rows: list[dict[str, Any]]) -> str:
         links = f"all {total} variants" if len(names) == total else "; ".join(names)
         ends = ["never" if row[end] is None else f"{row[end]:.1f}" for end in ("from", "to")]
         cells.append((row["model"], *ends, row["below it"], row["above it"], links))
-    return _table(heads, cells)
+    return table(heads, cells)
 
 
 def _apart(rows: list[dict[str, Any]]) -> str:
     sizes = sorted({row["gpus"] for row in rows})
     names = dict.fromkeys(row["model"] for row in rows)
     plans = {(row["model"], row["gpus"]): row["plan"] for row in rows}
-    return _table(
+    return table(
         ("model", *map(str, sizes)), [(name, *(plans.get((name, size), "") for size in sizes)) for name in names]
     )
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

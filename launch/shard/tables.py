@@ -70,7 +70,7 @@ def _print_memory(view: ShardView, console: Console) -> None:
     table.add_row("total", f"{view.chosen.memory.total / _GB:.2f}", style="bold")
     table.add_row("limit", f"{view.planned.limit / _GB:.2f}")
     if view.task.job.rest is not None:
-        table.caption = "Activations are all that is neither states nor gathered parameters."
+        table.caption = "Activations hold all that the formulas do not know of the compiled step."
     console.print(table)
 
 

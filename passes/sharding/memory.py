@@ -12,7 +12,8 @@ w are the bytes of the type in which gathered parameters compute, M is the numbe
 
     always     parameters   b_P Phi / |s_os|
                optimizer    b_O Phi / |s_os|
-               gradients    b_G Phi / |s_g|          the sums of all micro-batches; if M = 1, w Phi, by |s_os| or |s_g|
+               gradients    b_G Phi / |s_g|          the sums of all micro-batches, if M > 1
+                            w Phi / |s_os|           if M = 1; / |s_g| if they are converted for the sum over devices
                gathered     w Phi / |s_p|            what the model reads, if it is not the parameters themselves
                             w Phi / |s_os|           shards that wait for the first forward's gathers, if M > 1
                             w L of one matrix        the largest whose first dimension does not divide by |s_os|: it is

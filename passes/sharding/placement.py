@@ -79,10 +79,15 @@ class Topology:
 
     def leaf(self, node: str) -> str:
         """The leaf switch of a node. Raises ShardingError if the node is unknown."""
-        if node not in self.leaves:
-            known = ", ".join(list(self.leaves)[:5])
-            raise ShardingError(f"node {node!r} is not in the topology, which has {known}, ...; add it there")
+        _check_known(node, self.leaves)
         return self.leaves[node]
+
+
+def _check_known(name: Hashable, topology: Iterable[Hashable]) -> None:
+    known = list(topology)
+    if name not in known:
+        has = ", ".join(map(str, known[:5]))
+        raise ShardingError(f"node {name!r} is not in the topology, which has {has}, ...; add it there")
 
 
 def _is_name(value: Any) -> bool:
@@ -124,9 +129,7 @@ def place[N: Hashable](
             raise ShardingError(f"groups of {size} do not divide {larger}; use the sizes of factors of this mesh")
         larger = size
     for name in chosen:
-        if name not in domains:
-            known = ", ".join(map(str, list(domains)[:5]))
-            raise ShardingError(f"node {name!r} is not in the topology, which has {known}, ...; add it there")
+        _check_known(name, domains)
     return tuple(_ordered(domains, chosen, 0, [*wanted, 1]))
 
 

@@ -8,7 +8,7 @@
 The plain step is compiled once. Where each number comes from:
 
     bytes of states        the arguments of the step (`step_sizes.py`)
-    other memory           memory_analysis() of the plain step, without its states and gathered parameters
+    other memory           the formulas of `memory.py`, corrected by memory_analysis() of the plain step
     compute                the schedule of the plain step, with the profile of its GPUs
     collectives            the profile of its GPUs (`collective_times.py`)
     compute of a layer     in proportion to its parameters: a guess
@@ -279,7 +279,7 @@ def _notes(found: StepSizes, job: Job, need: int, parts: StepParts, where: str) 
     widths = f"{kept.parameter:g}, {kept.gradient:g} and {kept.optimizer:.3g}"
     notes = [
         f"memory: the plain step needs {in_words(need)} by memory_analysis(), compiled {where}; a parameter has "
-        f"{widths} bytes of parameter, gradient and optimizer state; for other factors, states are scaled{strands}",
+        f"{widths} bytes of parameter, gradient and optimizer state; this corrects the formulas{strands}",
         f"compute: predicted with costs from the {parts.costs}, {parts.guessed:.0%} of it guessed; a layer's share is "
         "guessed from its parameters",
     ]

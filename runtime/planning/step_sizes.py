@@ -30,7 +30,7 @@ from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, ModelSizes, Module, StateBytes
 from dhelix.passes.sharding.states.state_sharding import find_states
 from dhelix.runtime.compiler import lowering
-from dhelix.runtime.sharding.placed_states import stacks
+from dhelix.runtime.sharding.placed_states import axes_of, stacks
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,8 @@ def _elements(leaf: Any, axes: Axes) -> int:
 
 def _parts(leaf: Any, axes: Axes, data: bool) -> int:
     """Into how many parts the mesh axes split an array: those in `axes` if `data`, else the others."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return 1
-    names = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
-    return math.prod(sharding.mesh.shape[name] for name in names if (name in axes) == data)
+    names = [name for entry in axes_of(leaf) for name in entry]
+    return math.prod(leaf.sharding.mesh.shape[name] for name in names if (name in axes) == data)
 
 
 def _sizes(name: str, parameters: Sequence[tuple[Any, Any]], stacked: Collection[Any], axes: Axes) -> ModelSizes:

@@ -150,13 +150,16 @@ def without_axes(leaf: Any, data: Axes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=placed)
 
 
-def _without(leaf: Any, data: Axes) -> list[Axes]:
-    """For each dimension of an array, the mesh axes that split it, without the axes `data`."""
+def axes_of(leaf: Any) -> list[Axes]:
+    """For each dimension of an array, the mesh axes that split it."""
     sharding = getattr(leaf, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    axes += [()] * (np.ndim(leaf) - len(axes))
-    return [tuple(axis for axis in entry if axis not in data) for entry in axes]
+    return axes + [()] * (np.ndim(leaf) - len(axes))
+
+
+def _without(leaf: Any, data: Axes) -> list[Axes]:
+    return [tuple(axis for axis in entry if axis not in data) for entry in axes_of(leaf)]
 
 
 def _named(mesh: Mesh, spec: Sequence[Axes]) -> NamedSharding:

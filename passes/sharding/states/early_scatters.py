@@ -24,7 +24,7 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
 from dhelix.passes.hlo.stacks import is_constant, starts_at_zero, zeros_behind
-from dhelix.passes.sharding.states.moves import TAKES, divide, divide_taken, is_wider, source_dimension
+from dhelix.passes.sharding.states.moves import TAKES, Users, divide, divide_taken, is_wider, source_dimension
 from dhelix.passes.strands.gradients.partial_sums import keeps_sums
 
 _MOVES = frozenset("convert copy dynamic-slice reshape transpose".split())
@@ -66,7 +66,7 @@ class EarlyScatters:
     """Moves the reduce-scatters of one shard_map. The ways of different gradients do not meet, so users stay known."""
 
     def __init__(self) -> None:
-        self._users: dict[Computation, dict[Instruction, list[Instruction]]] = {}
+        self._users = Users()
         self._changed: dict[Computation, None] = {}
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class EarlyScatters:
             if value.operands == value.computation.parameters:
                 return _Way({value: dimension})
             return self._through_loop(value, reader, dimension, parts)
-        if self._of(value) != [reader]:
+        if self._users.of(value) != [reader]:
             return None
         return self._through(value, dimension, parts)
 
@@ -144,11 +144,11 @@ class EarlyScatters:
             return None
         start, (body, condition) = loop.operands[0], loop.called
         reads, tested = (self._reads(one.parameters[0], k) for one in (body, condition))
-        after = [read for read in self._reads(loop, k) if self._of(read)]
+        after = [read for read in self._reads(loop, k) if self._users.of(read)]
         once = start.operands.count(start.operands[k]) == 1 or start.operands[k].opcode == "broadcast"
-        if not once or self._of(start) != [loop] or after != [result] or self._of(result) != [reader]:
+        if not once or self._users.of(start) != [loop] or after != [result] or self._users.of(result) != [reader]:
             return None
-        if any(map(self._of, tested)) or body.root.operands.count(body.root.operands[k]) > 1:
+        if any(map(self._users.of, tested)) or body.root.operands.count(body.root.operands[k]) > 1:
             return None
         way = self._back(body.root.operands[k], body.root, dimension, parts)
         if way is None or not reads or not self._read_alone(reads, way):
@@ -169,17 +169,11 @@ class EarlyScatters:
         """
         (body,) = {read.computation for read in reads}
         reached = {i for i in way.values if i.computation is body and i.operands == body.parameters}
-        users = [user for read in reads for user in self._of(read)]
+        users = [user for read in reads for user in self._users.of(read)]
         return bool(reached) and reached <= set(reads) and all(i in way.values or i in way.starts for i in users)
 
     def _reads(self, owner: Instruction, k: int) -> list[Instruction]:
-        return [read for read in self._of(owner) if read.opcode == "get-tuple-element" and read.tuple_index == k]
-
-    def _of(self, value: Instruction) -> list[Instruction]:
-        computation = value.computation
-        if computation not in self._users:
-            self._users[computation] = computation.users()
-        return self._users[computation][value]
+        return [read for read in self._users.of(owner) if read.opcode == "get-tuple-element" and read.tuple_index == k]
 
 
 def _linear(value: Instruction, dimension: int, parts: int) -> tuple[dict[int, int], list[int]]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from dhelix.passes.hlo import Builder, Computation, Instruction
 from dhelix.passes.hlo.stacks import is_empty, starts_at_zero
-from dhelix.passes.sharding.states.moves import TAKES, divide, divide_taken, is_wider, moved_dimension
+from dhelix.passes.sharding.states.moves import TAKES, Users, divide, divide_taken, is_wider, moved_dimension
 
 _MOVES = frozenset("convert copy reshape transpose".split())
 
@@ -59,7 +59,7 @@ class LateGathers:
 
     def __init__(self, local: bool = True) -> None:
         self.local = local
-        self._users: dict[Computation, dict[Instruction, list[Instruction]]] = {}
+        self._users = Users()
         self._changed: dict[Computation, None] = {}
         self._loops: dict[Computation, Instruction] = {}  # the loops of bodies
 
@@ -173,10 +173,7 @@ class LateGathers:
         return _Step(where, [(r, dimension, self._of(r)) for r in reads], filled=(start, k, dimension))
 
     def _of(self, value: Instruction) -> Readers:
-        computation = value.computation
-        if computation not in self._users:
-            self._users[computation] = computation.users()
-        return tuple(self._users[computation][value])
+        return tuple(self._users.of(value))
 
 
 def _carries(body: Computation, element: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where a split dimension of an array is after an instruction that only moves elements, and shapes of split arrays."""
+"""Where a split dimension of an array is after an instruction that only moves elements; shapes and users of arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dhelix.passes.hlo import Instruction, shapes
+from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.stacks import starts_at_zero
 
 TAKES = frozenset(("dynamic-slice", "slice"))
 """Opcodes whose attributes have sizes of the result."""
 _MOVES = frozenset("convert copy reshape slice transpose".split())
+
+
+class Users:
+    """The users of instructions in several computations, as they were when a computation was first asked about."""
+
+    def __init__(self) -> None:
+        self._of: dict[Computation, dict[Instruction, list[Instruction]]] = {}
+
+    def of(self, value: Instruction) -> list[Instruction]:
+        computation = value.computation
+        if computation not in self._of:
+            self._of[computation] = computation.users()
+        return self._of[computation][value]
 
 
 def moved_dimension(move: Instruction, source: Sequence[int], dimension: int, parts: int) -> int | None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
+from dhelix.passes.hlo import Builder, Instruction, shapes
 from dhelix.passes.hlo.constraints import constrained, is_sharding_constraint, stated
 from dhelix.passes.hlo.edit import TO_LOCAL
 from dhelix.passes.hlo.manual_computation import is_manual
+from dhelix.passes.sharding.states.moves import Users
 
 _MOVES = frozenset("copy dynamic-slice gather reshape slice transpose".split())
 
-type Users = dict[Instruction, list[Instruction]]
 type Element = tuple[Instruction, int]
 
 
@@ -30,7 +30,7 @@ class Narrowing:
     """Narrows the parameters of one program. The ways of different parameters do not meet, so users stay known."""
 
     def __init__(self) -> None:
-        self._users: dict[Computation, Users] = {}
+        self._users = Users()
 
     def narrow(self, gathered: Instruction, readers: Sequence[Instruction]) -> bool:
         """Converts the operand of `gathered`, if its readers allow it. Returns whether they do.
@@ -66,14 +66,14 @@ class _Reads:
     """The readers of a value, through loops, barriers and shard_maps.
 
     Attributes:
-      users: the users of instructions, for each computation that was asked for.
+      users: the users of instructions.
       carriers: instructions that move elements of the value.
       elements: tuples that hold the value, each with the index of its element.
       converts: the conversions at the end of all ways.
       types: the element types to which they convert.
     """
 
-    users: dict[Computation, Users]
+    users: Users
     carriers: dict[Instruction, None] = field(default_factory=dict)
     elements: dict[Element, None] = field(default_factory=dict)
     converts: dict[Instruction, None] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Reads:
     def drop(self, convert: Instruction) -> None:
         """Lets the readers of a conversion read its operand, which has the narrower type by now."""
         (source,) = convert.operands
-        for user in self._of(convert):
+        for user in self.users.of(convert):
             user.operands = [source if operand is convert else operand for operand in user.operands]
         if convert.computation.root is convert:
             convert.computation.root = source
@@ -100,7 +100,7 @@ class _Reads:
         root = value.computation.root
         if value is root:
             return False
-        return all(self._reader(user, value, kept if user is root else None) for user in self._of(value))
+        return all(self._reader(user, value, kept if user is root else None) for user in self.users.of(value))
 
     def _reader(self, user: Instruction, value: Instruction, kept: int | None) -> bool:
         places = [k for k, operand in enumerate(user.operands) if operand is value]
@@ -114,7 +114,7 @@ class _Reads:
             self.carriers[user] = None
             return places == [0] and self._follow(user)
         if user.opcode == "tuple" and user is not user.computation.root:
-            holders = self._of(user)
+            holders = self.users.of(user)
             return all(self._held(holder, k, user) for holder in holders for k in places)
         if user.opcode == "custom-call" and user.proto.custom_call_target == TO_LOCAL:
             return all(self._held(user, k, None) for k in places)
@@ -133,22 +133,18 @@ class _Reads:
         for called in holder.called if holder.opcode == "while" else ():
             (state,) = called.parameters
             self.elements[state, element] = None
-            inside.append(all(self._moved(read, element) for read in self._of(state) if read.tuple_index == element))
+            inside.append(
+                all(self._moved(read, element) for read in self.users.of(state) if read.tuple_index == element)
+            )
             if called is holder.called[0]:
                 self.elements[called.root, element] = None
                 inside.append(called.root.opcode == "tuple" and _is_element(called.root.operands[element], element))
-        after = [self._moved(read) for read in self._of(holder) if read.tuple_index == element]
+        after = [self._moved(read) for read in self.users.of(holder) if read.tuple_index == element]
         return all(inside) and all(after)
 
     def _moved(self, value: Instruction, kept: int | None = None) -> bool:
         self.carriers[value] = None
         return self._follow(value, kept)
-
-    def _of(self, value: Instruction) -> list[Instruction]:
-        computation = value.computation
-        if computation not in self.users:
-            self.users[computation] = computation.users()
-        return self.users[computation][value]
 
 
 def _is_element(value: Instruction, element: int) -> bool:
