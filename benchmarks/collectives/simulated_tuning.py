@@ -1,6 +1,6 @@
 """Tunes simulated overlaps, whose optimum is known, by dhelix's search and by others.
 
-    python benchmarks/collectives/simulated_tuning.py --cases 120 --out benchmarks/results/tuning_simulated.json
+    python benchmarks/collectives/simulated_tuning.py --cases 300 --out benchmarks/results/tuning_simulated.json
 
 No GPU is needed. Half of the cases has 2 collectives and half has 3; in half of each, contention is strong.
 The searches:
@@ -12,7 +12,7 @@ The searches:
     each alone         each collective's own time is minimised, as AutoCCL does
     NCCL's defaults    nothing is tuned
 
-Measurements are also counted for overlaps of up to 8 collectives, where there is no brute force.
+Measurements are also counted for overlaps of up to 32 collectives, where there is no brute force.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from dhelix.profiles.channels.model_fit import MeasuredTimes
 
 DHELIX, EQUAL = "dhelix", "descent, as many"
 NOISE = 0.01
-MANY = (2, 4, 8)
-"""Numbers of collectives for which measurements are counted."""
+MANY = {2: 3, 4: 3, 8: 3, 16: 1, 32: 1}
+"""Numbers of collectives for which measurements are counted, each with the number of cases."""
 
 
 def searched(case: Simulated, noise: float, seed: int) -> dict[str, tuple[float, int]]:
@@ -106,7 +106,7 @@ def results(cases: int) -> dict[str, Any]:
     every = [(n, strong, noise) for noise in (0.0, NOISE) for n in (2, 3) for strong in (False, True)]
     return {
         "rows": [row for one in every for row in compared(*one, cases // 4)],
-        "many": [counted(n, max(cases // 40, 1)) for n in MANY],
+        "many": [counted(n, cases) for n, cases in MANY.items()],
     }
 
 
@@ -146,7 +146,7 @@ def _medians(rows: list[dict[str, Any]], names: list[str]) -> list[list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=120)
+    parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
     options.out.write_text(json.dumps(results(options.cases), indent=1) + "\n")

@@ -19,6 +19,7 @@ from dhelix.launch.shown.progress import Progress, say
 from dhelix.launch.train import step_flags, trainer
 from dhelix.launch.train.checkpoint import Checkpoints
 from dhelix.launch.train.pipelined import PipelinedTraining
+from dhelix.launch.train.sharded import ShardedTraining
 from dhelix.launch.train.trainer import Options, Run, Step
 from dhelix.passes.framework import headline
 from dhelix.passes.framework.report import Report
@@ -150,6 +151,8 @@ def _introduce(run: Run, console: Console) -> None:
     if run.options.states is not None:
         group = run.options.states_group
         how += f", states {run.options.states}" + (f" in groups of {group}" if group else "")
+    elif isinstance(run.training, ShardedTraining) and run.training.states is not None:
+        how += f", states by the plan: {run.training.states.factors}"
     how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
     say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
     text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"

@@ -275,11 +275,11 @@ def _times(hardware: Hardware, target: Target) -> tuple[CollectiveTimes, str]:
 
 def _notes(found: StepSizes, job: Job, need: int, parts: StepParts, where: str) -> tuple[str, ...]:
     kept = job.kept
-    strands = ", and strands keep no gradients of a micro-batch" if job.batch.microbatches > 1 else ""
+    strands = "; strands keep no gradients of a micro-batch, so they need less" if job.batch.microbatches > 1 else ""
     widths = f"{kept.parameter:g}, {kept.gradient:g} and {kept.optimizer:.3g}"
     notes = [
         f"memory: the plain step needs {in_words(need)} by memory_analysis(), compiled {where}; a parameter has "
-        f"{widths} bytes of parameter, gradient and optimizer state; this corrects the formulas{strands}",
+        f"{widths} bytes of parameter, gradient and optimizer state{strands}",
         f"compute: predicted with costs from the {parts.costs}, {parts.guessed:.0%} of it guessed; a layer's share is "
         "guessed from its parameters",
     ]

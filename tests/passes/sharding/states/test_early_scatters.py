@@ -17,12 +17,13 @@ from dhelix.tests.passes.sharding.states.manual_steps import (
     P,
     at_once,
     depth,
+    in_groups,
     program,
     sharded,
     summed,
     whole_stacks,
 )
-from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
+from dhelix.tests.passes.sharding.states.programs import WIDTH
 
 ZERO2 = {"gradients": ("dp",)}
 SLOT = [1, WIDTH // 8, WIDTH]
@@ -42,12 +43,6 @@ def test_each_layer_is_reduce_scattered_in_each_micro_batch(gradients: Gradients
 def test_accumulators_have_the_size_of_shards() -> None:
     assert whole_stacks(program()[0]) > 0
     assert whole_stacks(sharded(program()[0])) == 0
-
-
-def in_groups(x: jax.Array, w: jax.Array) -> jax.Array:
-    groups = w.reshape(2, LAYERS // 2, WIDTH, WIDTH).transpose(0, 1, 3, 2)
-    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
-    return jnp.sum(lax.scan(lambda x, group: (lax.scan(layer, x, group)[0], None), x, groups)[0])
 
 
 def test_layers_in_groups() -> None:

@@ -10,7 +10,7 @@ from jax import lax
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
 from dhelix.tests.passes.sharding.states import manual_steps, programs
-from dhelix.tests.passes.sharding.states.manual_steps import Loss, P, depth, program, sharded, whole_stacks
+from dhelix.tests.passes.sharding.states.manual_steps import Loss, P, depth, in_groups, program, sharded, whole_stacks
 from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
 
 
@@ -61,13 +61,6 @@ def test_each_reader_gathers_in_its_own_type() -> None:
     types = [i.shape.element_type for i in programs.instructions(after, "all-gather")]
     assert sorted(map(types.count, (shapes.BF16, shapes.F32))) == [2, 2] and whole_stacks(after) == 0
     programs.same(before.compile()(*given), after.compile()(*given), 1e-6)
-
-
-def in_groups(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Loops in loops, over a reshaped and transposed stack."""
-    groups = w.reshape(2, LAYERS // 2, WIDTH, WIDTH).transpose(0, 1, 3, 2)
-    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
-    return jnp.sum(lax.scan(lambda x, group: (lax.scan(layer, x, group)[0], None), x, groups)[0])
 
 
 def test_layers_in_groups() -> None:
