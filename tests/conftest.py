@@ -51,6 +51,13 @@ def cpu_devices() -> None:
     jax.devices("cpu")
 
 
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is logged once in a process is logged again in each test. So the order of tests does not matter."""
+    if manager := sys.modules.get("dhelix.passes.framework.manager"):
+        monkeypatch.setattr(manager, "_said", set())
+
+
 def pytest_collection_finish() -> None:
     """Reduces garbage collection, which would run very often during tracing. Modules are excluded from it."""
     gc.collect()

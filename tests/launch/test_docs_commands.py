@@ -3,6 +3,7 @@
 Commands marked `# needs GPUs` do not run. Their flags must be flags of the command.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -42,6 +43,13 @@ INCLUDES = {f"{SMALL_PLAN} --out plan.json --picture plan.png": SMALL_PLAN}
 """Commands that do everything that another command does. The other command does not run."""
 
 
+INPUTS = {
+    "node.xml": (ROOT / "tests" / "testdata" / "topologies" / "pcie-8.xml").read_text(),
+    "leaves.json": json.dumps({"nodes": [{"name": f"node-{n}", "leaf": f"leaf-{n % 2}"} for n in range(4)]}),
+}
+"""Files that the commands read, and that a page describes."""
+
+
 @dataclass(frozen=True)
 class Command:
     page: str
@@ -77,6 +85,8 @@ def test_commands_run(tmp_path: Path) -> None:
     (home := tmp_path / "home").mkdir()
     kernels = f"--xla_gpu_kernel_cache_file={tmp_path}/kernels"  # machine code that the commands share
     environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "COLUMNS": "160", "XLA_FLAGS": kernels}
+    for name, text in INPUTS.items():
+        (tmp_path / name).write_text(text)
     lines = dict.fromkeys(SMALLER.get(c.line, c.line) for c in commands() if c.runs_here)
     for line in lines:
         if any(line == less and more in lines for more, less in INCLUDES.items()):

@@ -12,7 +12,6 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.operator_keys import key_of
-from dhelix.passes.framework import manager
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.keys import OperatorKey
 from dhelix.profiles.profile import Timing
@@ -30,8 +29,7 @@ def train_step(state: jax.Array, batch: jax.Array, scale: float) -> tuple[jax.Ar
 
 
 @pytest.fixture
-def lowered(monkeypatch: pytest.MonkeyPatch) -> jax.stages.Lowered:
-    monkeypatch.setattr(manager, "_said", set())
+def lowered() -> jax.stages.Lowered:
     jitted = jax.jit(train_step, donate_argnums=0)
     return jitted.lower(jnp.ones((16, 16)), jnp.ones((16, 16)), 2.0)
 
@@ -131,13 +129,12 @@ def test_a_step_without_kernels_in_the_trace_is_left_as_it_is(
     ],
 )
 def test_a_step_that_does_not_run_is_said(
-    step: Step, error: Exception, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    step: Step, error: Exception, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Lowered:
         def compile(self, options: dict[str, Any]) -> jax.stages.Compiled:
             raise error
 
     known = Step(step.module, traced={OperatorKey("copy", "contiguous", (8,)): Timing(1e-5)})
-    monkeypatch.setattr(manager, "_said", set())
     assert observe.observe(known, Lowered(), arguments) is known  # type: ignore[arg-type]
     assert said in caplog.text
