@@ -82,7 +82,7 @@ def _check(chosen: dict[str, Any]) -> None:
     for name in step_flags.given(chosen):
         if chosen["plain"]:
             raise DhelixError(f"--{name} applies only to interleaved strands; leave out --plain or --{name}")
-    if chosen["plan"] and chosen["schedule"] and not plan_files.load(chosen["plan"]).only_shards:
+    if chosen["plan"] and chosen["schedule"] and not plan_files.load(chosen["plan"]).leaves_program:
         raise DhelixError("a plan already sets the order; leave out --schedule or --plan")
     if chosen["trace"] and chosen["steps"] < 2:
         raise DhelixError("--trace records the last step, but the first step compiles; give --steps 2 or more")

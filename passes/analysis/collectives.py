@@ -113,7 +113,7 @@ def find_collective(instruction: Instruction) -> Collective | None:
     collective of their total size. The largest collective is returned, and its `others` are the remaining ones.
     """
     sizes: dict[tuple[str, Groups], int] = {}
-    for found in _payloads(instruction):
+    for found in payloads(instruction):
         alike = found.opcode.removesuffix("-start"), flattened_groups(found)
         sizes[alike] = sizes.get(alike, 0) + _size(found)
     if not sizes:
@@ -138,8 +138,8 @@ def _size(collective: Instruction) -> int:
     return max(size, shapes.byte_size(gathered))
 
 
-def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instruction]:
-    """The collectives of one scheduled instruction.
+def payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instruction]:
+    """The collectives of one scheduled instruction, as instructions.
 
     If `inside`, `instruction` is part of an async pair or a fusion. There, a call is not control flow, so the
     collectives of its callee count.
@@ -150,7 +150,7 @@ def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instru
     elif opcode in ("async-start", "fusion") or (inside and opcode == "call"):
         for called in instruction.called:
             for inner in called.instructions:
-                yield from _payloads(inner, True)
+                yield from payloads(inner, True)
 
 
 def flattened_groups(collective: Instruction) -> Groups:

@@ -2,6 +2,7 @@
 
     for instruction, visit in instructions(module.entry): ...    in execution order; each runs visit.count times
     for visit in visits(module.entry): ...                       each place at which a computation runs
+    for start in collective_launches(module.entry): ...          each launch of a collective, loops unrolled
     executions(module)                                           how often a step runs each computation in total
 
 Of a loop, only the body is visited. The condition is not visited, because XLA runs loops of known trip count without
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dhelix.passes.analysis.collectives import find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
@@ -97,6 +99,20 @@ def _inside(instruction: Instruction, into: Into, visit: Visit) -> Iterator[Visi
         count, through = visit.count * counted_trips(instruction), (*visit.through, instruction)
         for called in into(instruction):
             yield Visit(called, count, through)
+
+
+def collective_launches(computation: Computation) -> Iterator[Instruction]:
+    """The collectives of a computation in the order of their launches, each as often as it is launched.
+
+    A loop of unknown trip count is entered once. Of a conditional, only the first branch is entered.
+    """
+    for instruction in sequence_of(computation):
+        if instruction.opcode in CONTROL_FLOW:
+            for _ in range(counted_trips(instruction)):
+                for inner in entered(instruction)[:1]:
+                    yield from collective_launches(inner)
+        elif not is_done(instruction) and find_collective(instruction) is not None:
+            yield instruction
 
 
 def once(into: Into = entered) -> Into:

@@ -42,7 +42,7 @@ def headline(found: Report) -> list[str]:
         if not found.left_alone and not any(entry.ran for entry in found):
             return [f"{name}: no pass ran: each {why}", *_first_step(found)]
         advice = [] if found.gain is None else _to_try(found.gain, left_alone=True)
-        return [f"{name} runs unchanged: {why}", *advice, *_first_step(found)]
+        return [f"{name} runs unchanged: {why}", *filter(None, [found.settings]), *advice, *_first_step(found)]
     lines = [f"{name}: {_changed(found)}"]
     if found.gain is not None:
         lines.append(f"{found.gain.time()}, compared with the same micro-batched step without passes (DHELIX=off)")
@@ -50,7 +50,7 @@ def headline(found: Report) -> list[str]:
         lines += _to_try(found.gain)
     else:
         lines.append(f"gain not predicted: {_why_unknown(found)}")
-    return [*lines, *_first_step(found)]
+    return [*lines, *filter(None, [found.settings]), *_first_step(found)]
 
 
 def text(found: Report) -> str:

@@ -138,6 +138,7 @@ class Report:
       collective_fingerprint: fingerprint of the compiled order of collectives; None if it was not computed.
       left_alone: why the plain step (without passes) runs; "" if the step with passes runs.
       gain: predicted gain over the plain step; None if the time of either step is not predicted.
+      settings: what became of the plan's settings of collectives; "" if it has none.
       compile_seconds: time in this process from the lowered step to the callable step. It is 0 if dhelix did not
         compile the step itself, as with `lower(...).compile()`.
       plain_seconds: the part of `compile_seconds` in which this process computed the plain step's memory and time.
@@ -149,6 +150,7 @@ class Report:
     collective_fingerprint: str | None = None
     left_alone: str = ""
     gain: Gain | None = None
+    settings: str = ""
     compile_seconds: float = 0.0
     plain_seconds: float = 0.0
 

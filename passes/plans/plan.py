@@ -8,6 +8,7 @@
     collectives    which collectives are replaced or split                      passes in `passes/communication/`
     order          the order of operators, and limits on memory and overlap     `planned_order.py`
     sharding       how model states are sharded over data-parallel devices      `runtime/sharding/state_plan.py`
+    tuning         how NCCL runs each collective                                `runtime/tuning/in_effect.py`
 
 The order section holds bodies: the computations whose order was decided. A body is a sequence of segments. A segment
 holds the collectives that are launched together, and the operators that run with them until the next collective is
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
+from dhelix.passes.tuning.collective_settings import CollectiveSettings
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
@@ -198,7 +200,7 @@ class Prediction:
 class Plan:
     """A plan for one program. `program` is a readable name; the bodies' fingerprints decide which programs it fits.
 
-    `sharding` is None if the plan says nothing about it, as in files of earlier versions.
+    `sharding` and `tuning` are None if the plan says nothing about them, as in files of earlier versions.
     """
 
     program: str
@@ -207,11 +209,13 @@ class Plan:
     order: OrderSection = OrderSection()
     predicted: Prediction = Prediction()
     sharding: ShardingPlan | None = None
+    tuning: CollectiveSettings | None = None
 
     @property
-    def only_shards(self) -> bool:
-        """Whether the plan says how states are sharded and nothing about the program, as those of `dhelix shard`."""
-        return bool(self.sharding) and (self.collectives, self.order) == (CollectivesSection(), OrderSection())
+    def leaves_program(self) -> bool:
+        """Whether the plan only shards states or sets collectives, as those of `dhelix shard` and `dhelix tune`."""
+        other = self.sharding is not None or self.tuning is not None
+        return other and (self.collectives, self.order) == (CollectivesSection(), OrderSection())
 
     @property
     def bodies(self) -> tuple[PlanBody, ...]:

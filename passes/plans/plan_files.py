@@ -35,7 +35,8 @@
 
 `"sharding": {"mesh": [8, 1], "parameters": [1, 1], "gradients": [1, 1], "optimizer": [8, 1], "split": "inside",
 "axes": ["dp"]}` may follow. It has factors as [GPUs of a node, nodes], the names of mesh axes, and perhaps orders of
-nodes and GPUs (`passes/sharding/sharding_plan.py`).
+nodes and GPUs (`passes/sharding/sharding_plan.py`). `"tuning": {...}` may follow, too: settings of collectives under
+NCCL (`passes/tuning/collective_settings.py`).
 
 To edit a plan, move names within the `run` of a segment, or from one `run` to another. Each operator must appear once.
 `small` lists short instructions that are not operators, by the operator before which they run; do not edit it. Times
@@ -68,14 +69,16 @@ from dhelix.passes.plans.plan import (
 )
 from dhelix.passes.sharding.factors import STATES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
 from dhelix.profiles import keys
+from dhelix.profiles.channels.channel_model import ChannelError
 from dhelix.profiles.files import codec
 from dhelix.profiles.files.codec import Bytes, Count, Kind, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
 SCHEMA = 2
 
-_KIND = Kind("plan", "make it again with `dhelix plan` or `dhelix shard`", PlanError)
+_KIND = Kind("plan", "make it again with `dhelix plan`, `dhelix shard` or `dhelix tune`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # more than any step takes
 
@@ -145,6 +148,24 @@ class _Sharding(Struct, forbid_unknown_fields=True):
     gpu_order: list[Bytes] | None = None
 
 
+class _Tuned(Struct, forbid_unknown_fields=True):
+    body: Text
+    key: Text
+    occurrence: Count
+    algorithm: str = ""
+    protocol: str = ""
+    channels: Bytes = 0
+    chunk: Bytes = 0
+
+
+class _Tuning(Struct, forbid_unknown_fields=True):
+    nccl: Text
+    devices: Count
+    collectives: list[_Tuned]
+    default_us: _Microseconds = 0.0
+    tuned_us: _Microseconds = 0.0
+
+
 class _File(Struct, forbid_unknown_fields=True):
     schema: int
     program: Text
@@ -153,6 +174,7 @@ class _File(Struct, forbid_unknown_fields=True):
     collectives: _Collectives
     order: _Order
     sharding: _Sharding | None = None
+    tuning: _Tuning | None = None
 
 
 def load(path: str | Path) -> Plan:
@@ -191,10 +213,18 @@ def dumps(plan: Plan) -> str:
             "collectives": json_text({**vars(collectives), "decomposed": decomposed}),
             "order": _lines(*(f'"{name}": {value}' for name, value in limits.items()), bodies),
             **({"sharding": json_text(plan.sharding.as_json())} if plan.sharding else {}),
+            **({"tuning": _tuning_text(plan.tuning)} if plan.tuning else {}),
         }
     )
     loads(text, "this plan")
     return text
+
+
+def _tuning_text(tuning: CollectiveSettings) -> str:
+    fields = tuning.as_json()
+    rows = json_lines("[", map(json_text, fields.pop("collectives")), "]")
+    values = {name: _rounded(value) if isinstance(value, float) else value for name, value in fields.items()}
+    return _lines(*(f'"{name}": {json_text(value)}' for name, value in values.items()), f'"collectives": {rows}')
 
 
 def _lines(*fields: str) -> str:
@@ -251,6 +281,7 @@ def loads(text: str, origin: str) -> Plan:
         OrderSection(bodies, file.order.skew, file.order.max_in_flight, file.order.memory_limit),
         Prediction(**structs.asdict(file.predicted)),
         None if file.sharding is None else _sharding(file.sharding, origin),
+        None if file.tuning is None else _tuning(file.tuning, origin),
     )
 
 
@@ -283,6 +314,20 @@ def _sharding(read: _Sharding, origin: str) -> ShardingPlan:
         raise _wrong(origin, str(error), "sharding") from None
 
 
+def _tuning(read: _Tuning, origin: str) -> CollectiveSettings:
+    place = "tuning"
+    try:
+        rows = []
+        for n, row in enumerate(read.collectives):
+            place = f"tuning.collectives[{n}]"
+            setting = NcclSetting(str(row.algorithm), str(row.protocol), row.channels, row.chunk)
+            rows.append(TunedCollective(_fingerprint(row.body, place, origin), str(row.key), row.occurrence, setting))
+        place = "tuning"
+        return CollectiveSettings(str(read.nccl), read.devices, tuple(rows), read.default_us, read.tuned_us)
+    except ChannelError as error:
+        raise _wrong(origin, str(error), place) from None
+
+
 def _collectives(read: _Collectives, origin: str) -> CollectivesSection:
     if read.row_parts == 1:
         raise _wrong(origin, "expected 0, or at least 2", "collectives.row_parts")
@@ -303,8 +348,6 @@ def _decomposed(text: str, place: str, origin: str) -> CollectiveKey:
 
 
 def _body(body: _Body, place: str, origin: str) -> PlanBody:
-    if not _FINGERPRINT.fullmatch(body.fingerprint):
-        raise _wrong(origin, "expected 16 hexadecimal digits", f"{place}.fingerprint")
     operators = _operators(body.operators, f"{place}.operators", origin)
     segments = _segments(body.segments, operators, f"{place}.segments", origin)
     small = []
@@ -312,8 +355,14 @@ def _body(body: _Body, place: str, origin: str) -> PlanBody:
         if name not in operators and name != FINALLY:
             raise _wrong(origin, f"none of the body's operators is called {name!r}", f"{place}.small")
         small.append((name, tuple((str(key), occurrence) for key, occurrence in rows)))
-    fingerprint = str(body.fingerprint)
+    fingerprint = _fingerprint(body.fingerprint, f"{place}.fingerprint", origin)
     return PlanBody(str(body.name), fingerprint, body.runs, tuple(operators.values()), segments, tuple(small))
+
+
+def _fingerprint(text: str, place: str, origin: str) -> str:
+    if not _FINGERPRINT.fullmatch(text):
+        raise _wrong(origin, "expected 16 hexadecimal digits", place)
+    return str(text)
 
 
 def _operators(rows: Mapping[str, _Identity], place: str, origin: str) -> dict[str, PlanOperator]:

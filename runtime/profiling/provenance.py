@@ -26,10 +26,15 @@ def provenance() -> Provenance:
         date=datetime.date.today().isoformat(),
         driver=driver,
         cuda=_version(_CUDA_PACKAGES),
-        nccl=_version(_NCCL_PACKAGES),
+        nccl=nccl_version(),
         jax=jax.__version__,
         machine=hashlib.sha256(serials.encode()).hexdigest()[:8] if serials else "",
     )
+
+
+def nccl_version() -> str:
+    """The version of the installed NCCL; "" if it is unknown."""
+    return _version(_NCCL_PACKAGES)
 
 
 def _version(packages: tuple[str, ...]) -> str:

@@ -132,7 +132,9 @@ class StepOptions(JitOptions):
             "intra_batch" orders a single micro-batch without strands.
         plan: a plan of `dhelix plan` or `dhelix shard`, or its path. The plan's order replaces `schedule`. If the plan
             does not fit the step, XLA's order stays and a line in the log says why. With `strict`, this is an error.
-            The plan's factors of model states stand for `sharding`.
+            The plan's factors of model states stand for `sharding`, and its settings of collectives for `tuning`.
+        tuning: settings of collectives under NCCL: a plan of `dhelix tune`, or its path. If they do not fit the step or
+            the machine, NCCL's defaults stay and a line in the log says why (docs/guide/tuning.md).
         profile: source of operator costs: "auto", a profile's path, a `Profile`, or None. "auto" is the shipped or the
             user's own profile of the GPUs that the step is lowered for. If there is no such profile, or with None,
             costs come from a roofline model.
@@ -182,6 +184,9 @@ class StepOptions(JitOptions):
     schedule: Schedule = _flag("dp", "how operators are ordered on GPUs (default: dp)", choices=SCHEDULES)
     plan: str | Path | Plan | None = _flag(
         None, "plan file of `dhelix plan` or `dhelix shard`, which replaces --schedule or --states (default: none)"
+    )
+    tuning: str | Path | Plan | None = _flag(
+        None, "plan file of `dhelix tune` with settings of collectives under NCCL (default: those of --plan)"
     )
     profile: str | Path | Profile | None = _flag(
         AUTO, "profile file with operator costs (default: a shipped profile or your own)"
@@ -238,9 +243,15 @@ class StepOptions(JitOptions):
         return self.plan
 
     @property
+    def loaded_tuning(self) -> Plan:
+        """The option `tuning`. It must be given, and its file must have been read."""
+        assert self.tuning is not None and not isinstance(self.tuning, (str, Path))
+        return self.tuning
+
+    @property
     def orders_by_plan(self) -> bool:
         """Whether `plan` is known to decide the order. A file that was not read yet may only shard states."""
-        return self.plan is not None and not isinstance(self.plan, (str, Path)) and not self.plan.only_shards
+        return self.plan is not None and not isinstance(self.plan, (str, Path)) and not self.plan.leaves_program
 
     @property
     def limited(self) -> bool:

@@ -34,6 +34,8 @@ from dhelix.runtime.step.pass_lists import alternatives
 from dhelix.runtime.step.plain_step import PlainStep
 from dhelix.runtime.step.step_passes import pass_manager, weighed, without_plan
 from dhelix.runtime.step.target import Target
+from dhelix.runtime.tuning import in_effect
+from dhelix.runtime.tuning.in_effect import Applied
 
 _TO_ONE_DEVICE = b"SPMDFullToShardShape"  # marks the start of a shard_map in HLO lowered for GSPMD
 _MANUAL_IN_GSPMD = (
@@ -106,6 +108,7 @@ class Specialization:
         self._session: registration.Session | None = None
         self._why = ""
         self._slower: Report | None = None
+        self._settings: Applied | None = None
         start = time.perf_counter()
         with self._left_alone_on_error():
             self._target = Target.of(original, options)
@@ -143,7 +146,10 @@ class Specialization:
                     if self._compiled is not None and not self.left_alone:
                         self._keep_speed()
                     self._check_order()
+                    self._set_collectives()
                 self._seconds += time.perf_counter() - start
+            if self._settings is not None:
+                self._settings.after_call()
             return self._compiled
 
     def preview(self) -> Report:
@@ -180,6 +186,7 @@ class Specialization:
             stages=stages,
             left_alone=self._why if self.left_alone else "",
             gain=gain,
+            settings="" if self._settings is None else self._settings.said,
             compile_seconds=self._seconds if self._compiled is not None else 0.0,
             plain_seconds=0.0 if self._plain is None else self._plain.seconds,
         )
@@ -253,6 +260,14 @@ class Specialization:
         compiled = None if self.left_alone else self._compiled
         marker = "" if self._session is None else self._session.marker
         self._order = first_run.check_order(self._name, compiled, marker, self._job)
+
+    def _set_collectives(self) -> None:
+        """Puts the settings of the plan's collectives into effect, if the compiled program runs."""
+        if self._options.tuning is not None and self._compiled is not None and self._target is not None:
+            plan = self._options.loaded_tuning
+            self._target.compare(plan, self._options)
+            module = lowering.compiled_module(self._compiled)
+            self._settings = in_effect.apply(self._name, self._label, plan, module, self._job)
 
     def _drop_refused_plan(self, plan: Plan) -> None:
         """If the plan replaced collectives and was then refused, compiles the step again without the plan."""

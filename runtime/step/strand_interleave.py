@@ -38,6 +38,7 @@ from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
 from dhelix.runtime.step.frameworks.nnx_front import NnxFront, is_nnx_jitted
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import AUTO, OFF, StepOptions, with_options_of
+from dhelix.runtime.tuning import in_effect
 
 
 @with_options_of(StepOptions)
@@ -90,14 +91,16 @@ def interleaved(function: Callable[..., Any], options: StepOptions) -> Interleav
 
 
 def _loaded(options: StepOptions) -> StepOptions:
-    """Returns `options` with the content of the plan and the profile instead of their paths, and with its sharding.
+    """Returns `options` with the content of the plan and the profile instead of their paths, and with its sections.
 
     Raises DhelixError if a file cannot be read.
     """
     plan, profile = options.plan, options.profile
     if isinstance(plan, (str, Path)):
         options = options.but(plan=plan_files.load(plan))
-    options = _sharded(options)
+    if isinstance(options.tuning, (str, Path)):
+        options = options.but(tuning=plan_files.load(options.tuning))
+    options = _with_sections(options)
     if isinstance(profile, (str, Path)) and profile != AUTO:
         if not Path(profile).exists():
             raise DhelixError(f"profile={str(profile)!r}: no such file; give a profile's path, or 'auto'")
@@ -105,15 +108,26 @@ def _loaded(options: StepOptions) -> StepOptions:
     return options
 
 
-def _sharded(options: StepOptions) -> StepOptions:
-    """Returns `options` with the sharding section of the plan as `sharding`. A plan of states alone orders nothing.
+def _with_sections(options: StepOptions) -> StepOptions:
+    """Returns `options` with the plan's sharding and tuning as options. A plan that has nothing else orders nothing.
 
-    Raises ShardingError if `sharding` contradicts the section.
+    Raises:
+      ShardingError: `sharding` contradicts the plan.
+      DhelixError: the plan that was given as `tuning` has no settings.
     """
-    if options.plan is None or (section := options.loaded_plan.sharding) is None:
-        return options
-    plan = None if options.loaded_plan.only_shards else options.plan
-    return options.but(plan=plan, sharding=agreed(options.sharding, section))
+    if options.plan is not None:
+        plan = options.loaded_plan
+        changed: dict[str, Any] = {"plan": None} if plan.leaves_program else {}
+        if plan.sharding is not None:
+            changed["sharding"] = agreed(options.sharding, plan.sharding)
+        if plan.tuning is not None and options.tuning is None:
+            changed["tuning"] = plan
+        options = options.but(**changed)
+    if options.tuning is not None:
+        if options.loaded_tuning.tuning is None:
+            raise DhelixError("the plan of tuning= has no settings of collectives: make them with `dhelix tune --out`")
+        in_effect.prepare(options.loaded_tuning)
+    return options
 
 
 def _check_pipeline(options: StepOptions) -> None:

@@ -15,11 +15,10 @@ A kernel carries the name of its instruction, with these exceptions:
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from dhelix.passes.analysis.collectives import find_collective, is_done
-from dhelix.passes.analysis.execution import counted_trips, entered, executions, sequence_of
-from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.analysis.execution import collective_launches, counted_trips, entered, executions, sequence_of
+from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.runtime.profiling.traces.executions import Execution
 
@@ -42,7 +41,7 @@ def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instru
             times.setdefault(names[execution.name], []).append(execution)
         elif not execution.name:
             nameless.append(execution)
-    silent = [i for i in _launches(module.entry) if i not in times] * steps_in(module, times)
+    silent = [i for i in collective_launches(module.entry) if i not in times] * steps_in(module, times)
     pieces, rest = divmod(len(nameless), len(silent) or 1)
     if silent and pieces and not rest:
         for number, instruction in enumerate(silent):
@@ -73,17 +72,6 @@ def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]
     runs = executions(module)
     counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if runs.get(i.computation))
     return max(counts, key=lambda count: (counts[count], count), default=0)
-
-
-def _launches(computation: Computation) -> Iterator[Instruction]:
-    """The collectives of a computation in the order of their launches. A loop of unknown trip count is entered once."""
-    for instruction in sequence_of(computation):
-        if instruction.opcode in CONTROL_FLOW:
-            for _ in range(counted_trips(instruction)):
-                for inner in entered(instruction)[:1]:
-                    yield from _launches(inner)
-        elif not is_done(instruction) and find_collective(instruction) is not None:
-            yield instruction
 
 
 def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]]) -> list[Execution]:

@@ -1,0 +1,127 @@
+"""Settings of a program's collectives under NCCL. A section of plan files.
+
+    "tuning": {"nccl": "2.28", "devices": 2, "default_us": 550500, "tuned_us": 518400,
+    "collectives": [
+    {"body": "5d0c5f7e0c1b7a52", "key": "all-gather 67108864B 2x1 groups=1 nccl", "occurrence": 1,
+     "algorithm": "ring", "protocol": "simple", "channels": 4, "chunk": 0},
+    ...
+    ]}
+
+A collective is identified as operators of plans are: by the fingerprint of its computation, its key, and its number
+among the collectives with this key (`passes/plans/plan_operators.py`). So equal collectives of one layer may have
+different settings. Settings for a whole process, such as the size of buffers, are in the plan's target.
+`passes/plans/plan_files.py` reads and writes the section.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.profiles.channels.channel_model import ChannelError
+
+ALGORITHMS = ("tree", "ring", "collnet-direct", "collnet-chain", "nvls", "nvls-tree", "pat")
+PROTOCOLS = ("ll", "ll128", "simple")
+MOST_CHANNELS = 64
+LEAST_CHUNK = 1920
+"""Bytes: NCCL stops the process if a chunk is smaller than the largest grain of its protocols."""
+
+_VERSION = re.compile(r"\d+\.\d+")
+
+
+@dataclass(frozen=True, order=True)
+class NcclSetting:
+    """How NCCL runs one collective. The defaults leave everything to NCCL.
+
+    Attributes:
+      algorithm, protocol: of ALGORITHMS and PROTOCOLS; both are given, or neither.
+      channels: number of channels. NCCL takes fewer if the communicator has fewer.
+      chunk: bytes that a channel moves at a time. NCCL before 2.30 ignores it.
+
+    Raises:
+      ChannelError: a value is impossible.
+    """
+
+    algorithm: str = ""
+    protocol: str = ""
+    channels: int = 0
+    chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.algorithm) != bool(self.protocol):
+            raise ChannelError(f"algorithm {self.algorithm!r} and protocol {self.protocol!r} are given together")
+        for name, value, known in (("algorithm", self.algorithm, ALGORITHMS), ("protocol", self.protocol, PROTOCOLS)):
+            if value and value not in known:
+                raise ChannelError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+        if not 0 <= self.channels <= MOST_CHANNELS:
+            raise ChannelError(f"{self.channels} channels are impossible; give 1 to {MOST_CHANNELS}, or 0 for NCCL's")
+        if self.chunk and self.chunk < LEAST_CHUNK:
+            raise ChannelError(f"chunks of {self.chunk} bytes are too small; give at least {LEAST_CHUNK}, or 0")
+
+    def __str__(self) -> str:
+        channels = f"{self.channels} channels" if self.channels else ""
+        chunk = f"chunks of {self.chunk / 1024:,.0f} KiB" if self.chunk else ""
+        kind = f"{self.algorithm} {self.protocol}".strip()
+        return ", ".join(filter(None, (kind, channels, chunk))) or "as NCCL has it"
+
+
+@dataclass(frozen=True)
+class TunedCollective:
+    """A collective with its setting.
+
+    Attributes:
+      body: fingerprint of its computation.
+      key: its key as text.
+      occurrence: number among the collectives of the computation with this key, from 1.
+    """
+
+    body: str
+    key: str
+    occurrence: int
+    setting: NcclSetting
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        return self.body, self.key, self.occurrence
+
+
+@dataclass(frozen=True)
+class CollectiveSettings:
+    """The section of a plan.
+
+    Attributes:
+      nccl: NCCL's major and minor version, under which the settings were measured.
+      devices: number of GPUs of the program.
+      collectives: those that do not run as NCCL has it.
+      default_us, tuned_us: measured time of a step in microseconds, with NCCL's defaults and with the settings.
+
+    Raises:
+      ChannelError: a value is impossible, or a collective has two settings.
+    """
+
+    nccl: str
+    devices: int
+    collectives: tuple[TunedCollective, ...] = ()
+    default_us: float = 0.0
+    tuned_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not _VERSION.fullmatch(self.nccl):
+            raise ChannelError(f"{self.nccl!r} is no version of NCCL; give the first two numbers, such as 2.28")
+        if self.devices < 2:
+            raise ChannelError(f"{self.devices} devices have no collectives; tune on at least 2")
+        seen = set()
+        for one in self.collectives:
+            if one.identity in seen:
+                raise ChannelError(f"occurrence {one.occurrence} of {one.key} in {one.body} has two settings")
+            seen.add(one.identity)
+
+    def as_json(self) -> dict[str, Any]:
+        """The section as JSON values."""
+        rows = [
+            {"body": one.body, "key": one.key, "occurrence": one.occurrence, **vars(one.setting)}
+            for one in self.collectives
+        ]
+        times = {"default_us": self.default_us, "tuned_us": self.tuned_us}
+        return {"nccl": self.nccl, "devices": self.devices, **times, "collectives": rows}

@@ -1,0 +1,136 @@
+"""Puts the settings of a plan's collectives into effect, in a job of any number of processes.
+
+    prepare(plan)                                  # at decoration: before NCCL makes its first communicator
+    applied = apply("step", plan, module, job)     # after compilation: the plugin gets the program's table
+    applied.said                                   # one line for the headline
+    applied.after_call()                           # at each call: says once if NCCL does not use the plugin
+
+A job never depends on settings. If something is wrong in one process, all processes run on NCCL's defaults, and a line
+in the log says why. Settings of one program do not touch the collectives of others, unless these look alike.
+
+Why all ranks choose alike: all processes wait until their GPUs are idle, meet, compare their tables, and only then load
+them. So no collective sees one table on one rank and another table on another rank.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from dhelix.passes.framework.fingerprint import of_bytes
+from dhelix.passes.framework.manager import say_once
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.plans.plan import Plan
+from dhelix.passes.plans.tuned_collectives import settings_of
+from dhelix.profiles.channels.channel_model import ChannelError
+from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes.rendezvous import Job
+from dhelix.runtime.profiling.provenance import nccl_version
+from dhelix.runtime.tuning import plugin
+from dhelix.runtime.tuning.plugin import TunerError
+from dhelix.runtime.tuning.tables import table
+
+_CALLS = 20  # after so many calls, NCCL has made the communicators of the step
+
+_lock = threading.Lock()
+_tables: dict[str, str] = {}  # of the programs whose settings are in effect, by step and program
+
+
+@dataclass
+class Applied:
+    """What became of a plan's settings for one program.
+
+    Attributes:
+      step: name of the step.
+      said: one line for people.
+      works: whether the plugin has the program's table.
+    """
+
+    step: str
+    said: str
+    works: bool
+    _calls: int = field(default=0, repr=False)
+
+    def after_call(self) -> None:
+        """Logs once, after some calls, that NCCL does not use the plugin."""
+        self._calls += 1
+        if self.works and self._calls == _CALLS and not plugin.install().counts().communicators:
+            self.works = False
+            self.said = (
+                "collectives run on NCCL's defaults: it does not use the plan's settings, because it made its "
+                "communicators before the step was decorated, or knows no interface of the plugin "
+                "(NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which)"
+            )
+            say_once(f"{self.step}: {self.said}", (self.step, self.said))
+
+
+def prepare(plan: Plan) -> None:
+    """Builds the plugin and tells NCCL to use it, if the plan has settings. Says why, if that is impossible."""
+    if plan.tuning is not None and plan.tuning.collectives:
+        try:
+            plugin.install()
+        except TunerError as error:
+            say_once(f"collectives run on NCCL's defaults: {error}", ("tuning", str(error)))
+
+
+def apply(step: str, label: str, plan: Plan, module: HloModule, job: Job | None) -> Applied:
+    """Gives the plugin the settings of a compiled program. All processes of the job must call this together.
+
+    Args:
+      step: name of the step.
+      label: text that distinguishes the program from others.
+      plan: has a tuning section.
+      module: the program as it is compiled.
+      job: the processes that run it.
+    """
+    text, why, count = "", "", 0
+    try:
+        text, count, of = _table(plan, module)
+    except (TunerError, ChannelError) as error:
+        why = str(error)
+    _wait_for_gpus()
+    told = agreement.gathered(f"set the collectives of step {step!r}", json.dumps([why, of_bytes(text.encode())]), job)
+    whys, digests = zip(*map(json.loads, told), strict=True)
+    why = next(filter(None, whys), "") or ("" if len(set(digests)) == 1 else "the processes would set them differently")
+    if not why:
+        with _lock:
+            _tables[label] = text
+            plugin.install().load("\n".join(_tables.values()))
+        return Applied(step, _said(plan, count, of), works=True)
+    said = f"collectives run on NCCL's defaults: {why}"
+    say_once(f"{step}: {said}", (label, said))
+    return Applied(step, said, works=False)
+
+
+def _table(plan: Plan, module: HloModule) -> tuple[str, int, int]:
+    """The program's table, and how many of the plan's collectives the program has, of how many."""
+    assert plan.tuning is not None
+    plugin.install()
+    here, devices = nccl_version(), int(np.prod(module.device_counts))
+    again = "tune again with `dhelix tune`"
+    if here and here.split(".")[:2] != plan.tuning.nccl.split("."):
+        raise TunerError(f"they were tuned under NCCL {plan.tuning.nccl}, and this is {here}: {again}")
+    if devices != plan.tuning.devices:
+        raise TunerError(f"they were tuned on {plan.tuning.devices} GPUs, and the step runs on {devices}: {again}")
+    settings, missing = settings_of(plan, module)
+    if not settings:
+        raise TunerError(f"the step has none of the plan's {len(missing)} collectives, so it is another step: {again}")
+    return table(module, settings), len(plan.tuning.collectives) - len(missing), len(plan.tuning.collectives)
+
+
+def _said(plan: Plan, count: int, of: int) -> str:
+    assert plan.tuning is not None
+    lacks = f", {of - count} that it lacks left out" if count < of else ""
+    gain = plan.tuning.default_us / plan.tuning.tuned_us if plan.tuning.tuned_us else 0.0
+    measured = f"; {gain:.3f} x as fast as NCCL's defaults when they were tuned" if gain else ""
+    return f"{count} collectives have the plan's settings under NCCL{lacks}{measured}"
+
+
+def _wait_for_gpus() -> None:
+    """Waits until the GPUs of this process are idle. Programs run on a GPU in the order in which they were started."""
+    last = [jax.device_put(np.zeros((), np.int32), device) + 1 for device in jax.local_devices()]
+    jax.block_until_ready(last)
