@@ -35,6 +35,7 @@ class Hardware:
       inter_compute_rate, inter_communication_rate: the same two rates for a collective between nodes. Such a collective
         mostly waits for the network and occupies few SMs. So both slow each other down only a little
         (docs/research_log.md, two H100s over sockets).
+      sms: number of streaming multiprocessors.
       like: name of another GPU with the same number and kind of cores, the same clock and the same links. Measured
         times of the other GPU replace missing times of this GPU (`alike`). Empty if there is no such GPU.
     """
@@ -56,6 +57,7 @@ class Hardware:
     communication_rate: float = 0.3
     inter_compute_rate: float = 0.9
     inter_communication_rate: float = 0.95
+    sms: int = 132
     like: str = ""
     host_bandwidth: float = 55e9  # PCIe 5.0 x16: 63 GB/s, minus the overhead of packets
 
@@ -73,11 +75,11 @@ H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # an H100 wit
 # NVLink 5 with 18 links has 900 GB/s each way. NCCL is assumed to reach the same fraction of its bandwidth as on an
 # H100. The network has 400 Gb/s per GPU. Peaks are for HGX B200 and GB200 NVL72 without sparsity. In a GB200 NVL72,
 # NVLink joins 72 GPUs.
-B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9)
-GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72)
+B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9, sms=148)
+GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72, sms=152)
 # NVLink 3 with 12 links has 300 GB/s each way. The network has 200 Gb/s per GPU (DGX A100, AMSP III-A).
 _PCIE4 = 25e9  # what copies reach of the 31.5 GB/s of PCIe 4.0 x16
-A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9, host_bandwidth=_PCIE4)
+A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9, sms=108, host_bandwidth=_PCIE4)
 # A server with four GPUs, the A100's NVLink and no network. The only published time of a collective is 221 us, for
 # NCCL's all-reduce of 16 MiB (DistFuse table 1). The 120 GB/s follow from this time.
 A100_40GB = replace(
@@ -96,14 +98,15 @@ A40 = Hardware(
     intra_latency=15e-6,
     compute_rate=0.9,
     communication_rate=0.8,
+    sms=84,
     host_bandwidth=_PCIE4,
 )
 # NVLink has 400 Gb/s inside a node, and the network has 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
 A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwidth=11e9, intra_latency=8e-6)
 # Ada and Ampere PCIe cards with the A40's links and network. Peaks are NVIDIA's, without sparsity (A10G: AWS G5).
-L40S = replace(A40, name="L40S", peak_flops=362e12, memory_bandwidth=0.864e12, memory_bytes=48e9)
-L4 = replace(A40, name="L4", peak_flops=121e12, memory_bandwidth=0.3e12, memory_bytes=24e9)
-A10G = replace(A40, name="A10G", peak_flops=70e12, memory_bandwidth=0.6e12, memory_bytes=24e9)
+L40S = replace(A40, name="L40S", sms=142, peak_flops=362e12, memory_bandwidth=0.864e12, memory_bytes=48e9)
+L4 = replace(A40, name="L4", sms=58, peak_flops=121e12, memory_bandwidth=0.3e12, memory_bytes=24e9)
+A10G = replace(A40, name="A10G", sms=80, peak_flops=70e12, memory_bandwidth=0.6e12, memory_bytes=24e9)
 
 
 def _no_p2p(gpu: Hardware) -> Hardware:

@@ -40,7 +40,7 @@ _AGAIN = 3
 """How often a leading setting is measured again."""
 
 _SECOND = 1e-3
-"""Weight of the shorter of communication and computation, so that predictions of equal length differ."""
+"""The least weight of the shorter of communication and computation, so that predictions of equal length differ."""
 
 
 def tune(measurements: Measurements, overlap: Overlap, space: Space) -> MeasuredTimes:
@@ -119,6 +119,9 @@ class Predictor:
 
     The correction is a mean of the errors of measurements. A measurement weighs exp(-d) at d places of the grid, if
     places differ by a factor of two.
+
+    In a real step, the two streams wait for each other. So an overlap takes longer than max(X, Y), by a part of the
+    shorter one. This part is the median of the measured ones.
     """
 
     def __init__(self, model: ChannelModel, measured: Sequence[MeasuredTimes]) -> None:
@@ -127,6 +130,8 @@ class Predictor:
         x, y = model.times(self._channels, self._chunk)
         self._x = np.log(np.array([one.collectives for one in measured]).T / x)
         self._y = np.log(np.array([one.computations for one in measured]).T / y)
+        waits = [_waits(one) for one in measured if one.whole]
+        self._second = max(float(np.median(waits)), _SECOND) if waits else _SECOND
 
     def seconds(self, settings: Sequence[Settings]) -> Array:
         """Predicted times of the overlap."""
@@ -163,7 +168,13 @@ class Predictor:
         x = x * np.exp(_mean(np.exp(-places), self._x[:, None]))
         y = y * np.exp(_mean(np.exp(-places.mean(axis=0)), self._y[:, None]))
         total = x.sum(axis=0), y.sum(axis=0)
-        return np.maximum(*total) + _SECOND * np.minimum(*total)
+        return np.maximum(*total) + self._second * np.minimum(*total)
+
+
+def _waits(one: MeasuredTimes) -> float:
+    """The part of the shorter of communication and computation that is not hidden, from 0 to 1."""
+    shorter, longer = sorted((sum(one.collectives), sum(one.computations)))
+    return min(max((one.whole - longer) / shorter, 0.0), 1.0)
 
 
 def _mean(weights: Array, values: Array) -> Array:

@@ -1,6 +1,6 @@
 """What a tuner has measured so far.
 
-measurements = Measurements(run, noise=0.01)      # run(settings) returns seconds of collectives, of computations
+measurements = Measurements(run, noise=0.01)      # run(settings) returns seconds: of collectives, of computations
 measurements.of(settings).seconds                 # runs once; later calls return the same times
 measurements.again(settings)                      # runs once more, and averages
 measurements.best                                 # the settings with the least time
@@ -14,8 +14,10 @@ from dataclasses import replace
 from dhelix.passes.tuning.space import Settings
 from dhelix.profiles.channels.model_fit import MeasuredTimes
 
-type Run = Callable[[Settings], tuple[Sequence[float], Sequence[float]]]
-"""Runs an overlap under settings. Returns seconds of each collective and of each computation."""
+type Run = Callable[
+    [Settings], tuple[Sequence[float], Sequence[float]] | tuple[Sequence[float], Sequence[float], float]
+]
+"""Runs an overlap under settings. Returns seconds of each collective and of each computation, perhaps of the whole."""
 
 
 class LimitReached(Exception):
@@ -67,11 +69,16 @@ class Measurements:
         if self._limit is not None and self.count >= self._limit:
             raise LimitReached
         self.count += 1
-        collectives, computations = self._run(settings)
-        new = MeasuredTimes(settings, tuple(map(float, collectives)), tuple(map(float, computations)))
+        collectives, computations, *whole = self._run(settings)
+        times = tuple(map(float, collectives)), tuple(map(float, computations))
+        new = MeasuredTimes(settings, *times, whole=float(whole[0]) if whole else 0.0)
         old = self._found.get(settings)
         self._found[settings] = new if old is None else _mean(old, new)
         return self._found[settings]
+
+    def add(self, known: MeasuredTimes) -> None:
+        """Adds a measurement that was made for another purpose."""
+        self._found.setdefault(known.settings, known)
 
     def settled(self, among: Iterable[Settings], rounds: int) -> MeasuredTimes:
         """The best of several, each measured `rounds` times more. What is clearly slower is measured no more."""
@@ -91,4 +98,5 @@ def _mean(old: MeasuredTimes, new: MeasuredTimes) -> MeasuredTimes:
         return tuple((old.count * x + y) / (old.count + 1) for x, y in zip(a, b, strict=True))
 
     collectives, computations = of(old.collectives, new.collectives), of(old.computations, new.computations)
-    return replace(old, collectives=collectives, computations=computations, count=old.count + 1)
+    (whole,) = of((old.whole,), (new.whole,))
+    return replace(old, collectives=collectives, computations=computations, count=old.count + 1, whole=whole)

@@ -31,6 +31,8 @@ _PRIOR = 0.003
 """Weight of the prior. A parameter that differs by a factor e counts like a time that differs by 0.3 %."""
 
 _EVALUATIONS = 60
+_IDLE = 0.005
+"""Fraction of an overlap in which computation may wait, although it is said to take all the time."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,25 @@ class MeasuredTimes:
       collectives: seconds of each collective.
       computations: seconds of each computation.
       count: how often this was measured. The times are means.
+      whole: measured seconds of the overlap; 0 if only its parts were measured.
     """
 
     settings: tuple[ChannelSetting, ...]
     collectives: tuple[float, ...]
     computations: tuple[float, ...]
     count: int = 1
+    whole: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The time of the overlap, Z."""
-        return max(sum(self.collectives), sum(self.computations))
+        return self.whole or max(sum(self.collectives), sum(self.computations))
 
     @property
     def bound_by_computation(self) -> bool:
+        """Whether computation takes all the time, so that faster collectives gain nothing."""
+        if self.whole:
+            return self.whole <= sum(self.computations) * (1.0 + _IDLE)
         return sum(self.collectives) < sum(self.computations)
 
 

@@ -92,7 +92,7 @@ def apply(step: str, label: str, plan: Plan, module: HloModule, job: Job | None)
         text, count, of = _table(plan, module)
     except (TunerError, ChannelError) as error:
         why = str(error)
-    _wait_for_gpus()
+    wait_for_gpus()
     told = agreement.gathered(f"set the collectives of step {step!r}", json.dumps([why, of_bytes(text.encode())]), job)
     whys, digests = zip(*map(json.loads, told), strict=True)
     why = next(filter(None, whys), "") or ("" if len(set(digests)) == 1 else "the processes would set them differently")
@@ -130,7 +130,7 @@ def _said(plan: Plan, count: int, of: int) -> str:
     return f"{count} collectives have the plan's settings under NCCL{lacks}{measured}"
 
 
-def _wait_for_gpus() -> None:
+def wait_for_gpus() -> None:
     """Waits until the GPUs of this process are idle. Programs run on a GPU in the order in which they were started."""
     last = [jax.device_put(np.zeros((), np.int32), device) + 1 for device in jax.local_devices()]
     jax.block_until_ready(last)

@@ -1,0 +1,226 @@
+"""Tunes all collectives of a step together with what they overlap (Lagom section 3).
+
+    found = search(bodies, measure, space, noise=0.01, told=print)
+
+    1  NCCL's defaults                          the times that everything is compared with
+    2  each algorithm and protocol              the same for all collectives; each body keeps what is fastest for it
+    3  each number of channels (and chunk)      the same for all collectives: the map of computation and communication,
+                                                and the best setting for the whole process, which needs no plugin
+    4  each body's own search, side by side     `passes/tuning/guided_search.py`, from what step 3 has measured
+    5  a body keeps NCCL's defaults             unless its best is faster by more than the noise
+
+What each collective would choose for itself (as AutoCCL tunes) follows from step 3 without further measurements. The
+caller measures the candidates against each other, because a body's time in a trace is not the time of the step.
+
+Cost: 1 + kinds + channels x chunks measurements of the step, then those of the longest search of a body.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dhelix.passes.plans.tuned_collectives import Identity
+from dhelix.passes.tuning.collective_settings import NcclSetting
+from dhelix.passes.tuning.guided_search import tune
+from dhelix.passes.tuning.measurements import LimitReached, Measurements, Run
+from dhelix.passes.tuning.space import Settings, Space
+from dhelix.profiles.channels.channel_model import ChannelSetting
+from dhelix.profiles.channels.model_fit import MeasuredTimes
+from dhelix.runtime.tuning import rounds
+from dhelix.runtime.tuning.bodies import Body, BodyTimes
+
+type StepSettings = Mapping[Identity, NcclSetting]
+"""Settings of the step's collectives. Those that are missing run as NCCL has it."""
+
+type StepTimes = Mapping[str, BodyTimes]
+"""Times of the bodies by fingerprint."""
+
+DEFAULTS, UNIFORM, ALONE, TUNED = "NCCL's defaults", "one setting for all", "each alone", "dhelix"
+KINDS = (("ring", "simple"), ("ring", "ll128"), ("ring", "ll"), ("tree", "simple"))
+"""Algorithms and protocols that step 2 tries. NCCL leaves out those that a communicator cannot run."""
+
+FAILED_FACTOR = 10.0
+"""A measurement that failed counts as so many times slower than NCCL's defaults."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      candidates: settings of the step by who proposes them: NCCL's defaults, the best single setting, what each
+        collective chooses alone, and dhelix.
+      maps: for each body, its times under each single setting of step 3.
+      kinds: the algorithm and protocol of each body; "" is NCCL's choice.
+      measured: number of measurements.
+      stopped: why the search ended early; "" if it did not.
+    """
+
+    candidates: Mapping[str, StepSettings]
+    maps: Mapping[str, Mapping[ChannelSetting, BodyTimes]]
+    kinds: Mapping[str, tuple[str, str]]
+    measured: int
+    stopped: str = ""
+
+
+class StepSearch:
+    """The search over one step. `measure` runs the step; it may raise LimitReached."""
+
+    def __init__(
+        self,
+        bodies: Sequence[Body],
+        measure: Callable[[StepSettings], StepTimes],
+        space: Space,
+        noise: float,
+        told: Callable[[str], None] = lambda _: None,
+        kinds: Iterable[tuple[str, str]] = KINDS,
+    ) -> None:
+        self._bodies = {body.fingerprint: body for body in bodies}
+        self._run, self._space, self._noise, self._told = measure, space, noise, told
+        self._kinds = tuple(kinds)
+        self._chosen: dict[str, tuple[str, str]] = dict.fromkeys(self._bodies, ("", ""))
+        self._maps: dict[str, dict[ChannelSetting, BodyTimes]] = {name: {} for name in self._bodies}
+        self._best: dict[str, tuple[float, Settings | None]] = {
+            name: (body.default.whole, None) for name, body in self._bodies.items()
+        }
+        self._count, self._stopped = 0, ""
+
+    def run(self) -> Found:
+        """Runs the search until it ends, or until `measure` raises LimitReached."""
+        with contextlib.suppress(LimitReached):
+            self._choose_kinds()
+            self._measure_map()
+            self._search_bodies()
+        candidates: dict[str, StepSettings] = {DEFAULTS: {}}
+        if any(self._maps.values()):
+            candidates |= {UNIFORM: self._of_all(self._best_single()), ALONE: self._alone()}
+        candidates[TUNED] = self._tuned()
+        return Found(candidates, self._maps, self._chosen, self._count, self._stopped)
+
+    def _choose_kinds(self) -> None:
+        fastest = {name: body.default for name, body in self._bodies.items()}
+        for kind in self._kinds:
+            self._told(f"all collectives {' '.join(kind)}")
+            times = self._measure({i: NcclSetting(*kind) for body in self._bodies.values() for i in body.collectives})
+            for name, found in times.items():
+                if self._is_faster(found, fastest[name]):
+                    fastest[name], self._chosen[name] = found, kind
+
+    def _is_faster(self, new: BodyTimes, old: BodyTimes) -> bool:
+        """Whether a body is faster, or as fast with faster collectives, which then can do with fewer channels."""
+        if new.whole < old.whole * (1.0 - self._noise):
+            return True
+        less = sum(new.collectives) < sum(old.collectives) * (1.0 - 2.0 * self._noise)
+        return less and new.whole <= old.whole * (1.0 + self._noise / 2.0)
+
+    def _measure_map(self) -> None:
+        for setting in self._space.all():
+            self._told(f"all collectives {setting}")
+            for name, found in self._measure(self._of_all(setting)).items():
+                self._maps[name][setting] = found
+                self._better(name, found.whole, (setting,) * len(self._bodies[name].collectives))
+
+    def _search_bodies(self) -> None:
+        """Step 4. A search that is stopped ends with its best, so nothing that was measured is lost."""
+        if not self._bodies:
+            return
+
+        def measure(asked: Mapping[str, Settings]) -> Mapping[str, BodyTimes]:
+            self._told(f"settings of their own: {len(asked)} of {len(self._bodies)} searches go on")
+            settings: dict[Identity, NcclSetting] = {}
+            for name in self._bodies:
+                chosen = asked.get(name) or self._best[name][1]
+                settings |= {} if chosen is None else self._of(name, chosen)
+            times = self._measure(settings)
+            for name, chosen in asked.items():
+                self._better(name, times[name].whole, chosen)
+            return {name: times[name] for name in asked}
+
+        rounds.run({name: self._search(body) for name, body in self._bodies.items()}, measure)
+
+    def _search(self, body: Body) -> Callable[[Callable[[Settings], BodyTimes]], MeasuredTimes]:
+        def search(ask: Callable[[Settings], BodyTimes]) -> MeasuredTimes:
+            def run(settings: Settings) -> tuple[Sequence[float], Sequence[float], float]:
+                found = ask(settings)
+                return found.collectives, found.computations, found.whole
+
+            measured: Run = run
+            measurements = Measurements(measured, self._noise)
+            for setting, times in self._maps[body.fingerprint].items():
+                measurements.add(_as_measured((setting,) * len(body.collectives), times))
+            return tune(measurements, body.overlap, self._space)
+
+        return search
+
+    def _measure(self, settings: StepSettings) -> StepTimes:
+        try:
+            found = self._run(settings)
+        except LimitReached as limit:
+            self._stopped = str(limit) or "no more measurements are allowed"
+            raise
+        self._count += 1
+        return found
+
+    def _better(self, name: str, whole: float, settings: Settings) -> None:
+        if whole < self._best[name][0]:
+            self._best[name] = whole, settings
+
+    def _best_single(self) -> ChannelSetting:
+        """The setting with which all bodies together are fastest."""
+
+        def seconds(setting: ChannelSetting) -> float:
+            return sum(body.runs * self._maps[name][setting].whole for name, body in self._bodies.items())
+
+        everywhere = [s for s in self._space.all() if all(s in each for each in self._maps.values())]
+        return min(everywhere, key=seconds)
+
+    def _alone(self) -> StepSettings:
+        found: dict[Identity, NcclSetting] = {}
+        for name, body in self._bodies.items():
+            each = self._maps[name]
+            chosen = tuple(
+                min(each, key=lambda setting, j=j: each[setting].collectives[j]) for j in range(len(body.collectives))
+            )
+            found |= self._of(name, chosen)
+        return found
+
+    def _tuned(self) -> StepSettings:
+        found: dict[Identity, NcclSetting] = {}
+        for name, (whole, settings) in self._best.items():
+            if settings is not None and whole < self._bodies[name].default.whole * (1.0 - self._noise):
+                found |= self._of(name, settings)
+            elif self._chosen[name] != ("", ""):
+                found |= {i: NcclSetting(*self._chosen[name]) for i in self._bodies[name].collectives}
+        return found
+
+    def _of_all(self, setting: ChannelSetting) -> StepSettings:
+        found: dict[Identity, NcclSetting] = {}
+        for name, body in self._bodies.items():
+            found |= self._of(name, (setting,) * len(body.collectives))
+        return found
+
+    def _of(self, name: str, settings: Settings) -> dict[Identity, NcclSetting]:
+        """The settings of a body's collectives, with its algorithm and protocol."""
+        own_chunks = len(self._space.chunks) > 1
+        return {
+            identity: NcclSetting(*self._chosen[name], one.channels, one.chunk if own_chunks else 0)
+            for identity, one in zip(self._bodies[name].collectives, settings, strict=True)
+        }
+
+
+def failed(bodies: Iterable[Body]) -> StepTimes:
+    """What counts as the times of a measurement that failed."""
+    return {
+        body.fingerprint: replace(
+            body.default,
+            collectives=tuple(FAILED_FACTOR * x for x in body.default.collectives),
+            whole=FAILED_FACTOR * body.default.whole,
+        )
+        for body in bodies
+    }
+
+
+def _as_measured(settings: Settings, times: BodyTimes) -> MeasuredTimes:
+    return MeasuredTimes(settings, times.collectives, times.computations, whole=times.whole)

@@ -1,0 +1,171 @@
+"""Runs a step under settings of its collectives, and measures it.
+
+    trials = StepTrials(lowered, arguments, target)
+    bodies = trials.bodies()                      # the overlaps of the step, from a trace with NCCL's defaults
+    trials.times(bodies, {identity: setting})     # of the overlaps, from a trace
+    trials.seconds({identity: setting})           # of a step, without the profiler
+
+The settings change between two steps, in the running process: NCCL asks the plugin about each collective anew. Each
+step runs on the state that the one before returned, if a step returns one like its first argument. Otherwise each gets
+a copy of the arguments. All processes of a job run the same trials, and get the same times.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from dhelix.passes.analysis.execution import executions as runs_of
+from dhelix.passes.framework.fingerprint import of_bytes
+from dhelix.passes.plans.plan import PlanTarget
+from dhelix.passes.plans.tuned_collectives import identities
+from dhelix.passes.tuning.launch_order import sequences
+from dhelix.runtime.compiler.lowering import compiled_module
+from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes.launch_settings import NO_GRAPHS
+from dhelix.runtime.profiling.traces import executions
+from dhelix.runtime.tuning import in_effect, plugin
+from dhelix.runtime.tuning.bodies import Body, Trace, bodies_of, times_of
+from dhelix.runtime.tuning.plugin import TunerError
+from dhelix.runtime.tuning.step_search import StepSettings, StepTimes
+from dhelix.runtime.tuning.tables import table
+
+_TRACED, _TIMED = 3, 3  # steps of a trace, and of a time
+_ROOM = 1 << 20
+
+
+class StepTrials:
+    """A compiled step with arguments, on GPUs.
+
+    Attributes:
+      module: the scheduled program.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...], target: PlanTarget) -> None:
+        """Compiles the step, and runs it once.
+
+        Args:
+          lowered: the step. Its kernels must not be in CUDA graphs, because a trace does not name these.
+          arguments: the first ones. They are donated if the step donates them.
+          target: the machine, whose names of collectives plans use.
+        """
+        self._plugin = plugin.install()
+        self._compiled = lowered.compile(dict(NO_GRAPHS))
+        self.module = compiled_module(self._compiled)
+        self._names = {identity: [] for identity in identities(self.module, target).values()}
+        for instruction, identity in identities(self.module, target).items():
+            self._names[identity].append(instruction)
+        self._target, self._arguments = target, arguments
+        self._chains: bool | None = None
+        self._loaded: str | None = None
+        self._set({})
+        self._plugin.record(_ROOM)
+        self._step()
+        self.asked = self._plugin.recorded()
+        self._plugin.record(0)
+        if not self._plugin.counts().communicators:
+            raise TunerError(
+                "NCCL does not use the tuner plugin: it made its communicators before, or knows no interface of it; "
+                "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which"
+            )
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of the program, by which its trials are found again."""
+        return of_bytes(self.module.to_bytes())
+
+    @cached_property
+    def surprise(self) -> str:
+        """The first question of NCCL in a step that is not the one of the program's launch order; "" if there is none.
+
+        Settings would then reach the wrong collectives.
+        """
+        expected = [[(q.kind, q.bytes) for q in each] for each in sequences(self.module).values()]
+        by_communicator: dict[int, list[tuple[str, int]]] = {}
+        for one in self.asked:
+            by_communicator.setdefault(one.communicator, []).append((one.kind, one.bytes))
+        for asked in by_communicator.values():
+            if asked in expected or not expected:
+                continue
+            nearest = max(expected, key=lambda each: _common(asked, each))
+            n = _common(asked, nearest)
+            said, wanted = ("the end of the step" if n >= len(part) else _words(*part[n]) for part in (asked, nearest))
+            return f"question {n + 1} of {len(asked)} is {said}, where the program has {wanted}"
+        return "" if self.asked else "it asks nothing"
+
+    def bodies(self) -> tuple[Body, ...]:
+        """The overlaps of the step that are worth tuning."""
+        return bodies_of(self.module, self._target, self._trace({}), runs_of(self.module))
+
+    def times(self, bodies: Sequence[Body], settings: StepSettings) -> StepTimes:
+        """The times of overlaps under settings."""
+        trace = self._trace(settings)
+        return {body.fingerprint: times_of(body, trace) for body in bodies}
+
+    def seconds(self, settings: StepSettings) -> float:
+        """The time of a step under settings: the median of some steps, of the slowest process."""
+        self._set(settings)
+        self._step()
+        found = []
+        for _ in range(_TIMED):
+            start = time.perf_counter()
+            self._step()
+            found.append(time.perf_counter() - start)
+        told = agreement.gathered("compare times of a step", json.dumps(statistics.median(found)))
+        return max(map(json.loads, told))
+
+    def _trace(self, settings: StepSettings) -> Trace:
+        self._set(settings)
+        self._step()
+        name = self.module.name
+        return Trace(self.module, executions.record_everywhere(lambda: [self._step() for _ in range(_TRACED)], name))
+
+    def _step(self) -> None:
+        given = self._arguments if self._chains else jax.tree.map(_copy, self._arguments)
+        out = jax.block_until_ready(self._compiled(*given))
+        if self._chains is None:
+            self._chains = isinstance(out, tuple) and bool(out) and _alike(out[0], self._arguments[0])
+        if self._chains:
+            self._arguments = (out[0], *self._arguments[1:])
+
+    def _set(self, settings: StepSettings) -> None:
+        by_instruction = {i: setting for name, setting in settings.items() for i in self._names[name]}
+        text = table(self.module, by_instruction)
+        if text != self._loaded:
+            in_effect.wait_for_gpus()
+            agreement.gathered("set the collectives of a step", of_bytes(text.encode()))
+            self._plugin.load(text)
+            self._loaded = text
+
+
+def _common(first: Sequence[tuple[str, int]], second: Sequence[tuple[str, int]]) -> int:
+    """How many questions two sequences begin with alike."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _words(kind: str, size: int) -> str:
+    return f"{kind} of {size:,} bytes"
+
+
+def _alike(new: Any, old: Any) -> bool:
+    """Whether `new` can take the place of `old` among the arguments."""
+    new_leaves, new_tree = jax.tree.flatten(new)
+    old_leaves, old_tree = jax.tree.flatten(old)
+    return new_tree == old_tree and all(
+        isinstance(n, jax.Array)
+        and isinstance(o, jax.Array)
+        and (n.shape, n.dtype, n.sharding) == (o.shape, o.dtype, o.sharding)
+        for n, o in zip(new_leaves, old_leaves, strict=True)
+    )
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf

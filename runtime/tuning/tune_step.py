@@ -1,0 +1,282 @@
+"""Tunes the collectives of a step on the GPUs of this job: the implementation of `dhelix tune` and `dhelix.tune`.
+
+    tuned = dhelix.tune(train_step, state, batch, out="tuned.json")
+    print(tuned)                                           # times of a step by who chose the settings
+    step = strand_interleave(train_step, tuning="tuned.json")
+
+    1  compile the step and run it             NCCL must ask in the program's launch order
+    2  trace it with NCCL's defaults, twice    overlaps, their times, and the noise
+    3  search                                  `step_search.py`
+    4  measure the candidates by turns         without the profiler; NCCL's defaults stay unless another one is faster
+
+The settings are for this program, this number of GPUs, this launch setting and this version of NCCL. Steps run during
+tuning, so the state that is given is used up if the step donates it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from dhelix.errors import DhelixError
+from dhelix.passes.framework.fingerprint import of_bytes
+from dhelix.passes.framework.units import milliseconds
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
+from dhelix.passes.tuning.measurements import LimitReached
+from dhelix.passes.tuning.space import Space
+from dhelix.profiles.channels.channel_model import ChannelSetting
+from dhelix.runtime.processes import agreement
+from dhelix.runtime.profiling.in_process import Process, this_process
+from dhelix.runtime.profiling.provenance import nccl_version
+from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.strand_interleave import interleaved
+from dhelix.runtime.tuning.bodies import Body, BodyTimes
+from dhelix.runtime.tuning.records import Records, digest, read
+from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, Found, StepSearch, StepSettings, StepTimes, failed
+from dhelix.runtime.tuning.trials import StepTrials
+
+CHANNELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CHUNKS = tuple(1 << n for n in range(16, 23))
+"""Bytes of chunks that are tried where NCCL lets them be set for each collective (2.30 and later)."""
+
+_CHUNKS_FROM = (2, 30)
+_ROUNDS = 5
+_LEAST_NOISE, _MOST_NOISE = 0.003, 0.03
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of tuning one step under one launch setting.
+
+    Attributes:
+      plan: the plan that was given, or an empty one, with the tuning section.
+      seconds: of a step, by who chose the settings.
+      bodies: the overlaps that were tuned.
+      found: what the search found.
+      noise: relative noise of a body's time.
+      spent: seconds that tuning took, compilation included.
+      notes: what people should know.
+    """
+
+    plan: Plan
+    seconds: Mapping[str, float]
+    bodies: tuple[Body, ...]
+    found: Found
+    noise: float
+    spent: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gain(self) -> float:
+        """How many times faster a step is than with NCCL's defaults."""
+        return self.seconds[DEFAULTS] / min(self.seconds.values())
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {milliseconds(seconds)} a step" for name, seconds in self.seconds.items()]
+        tuning = self.plan.tuning
+        assert tuning is not None
+        what = f"{len(tuning.collectives)} collectives have settings" if tuning.collectives else "nothing gains"
+        return "\n".join([f"{what}: {self.gain:.3f} x NCCL's defaults", *lines, *self.notes])
+
+
+def tune(
+    step: Callable[..., Any],
+    *arguments: Any,
+    out: str | Path | None = None,
+    plan: str | Path | Plan | None = None,
+    minutes: float = 10.0,
+    records: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Tuned:
+    """Tunes the collectives of a train step under NCCL. All processes of a job must call this together.
+
+    Args:
+      step: a decorated step, or a function that is decorated with the defaults.
+      arguments: arguments of the step. They are donated if the step donates them.
+      out: plan file to write; None writes none.
+      plan: a plan of the step, to which the settings are added. The step must be decorated with it.
+      minutes: time after which the search stops with the best so far.
+      records: file of measurements. A call that was interrupted goes on from there.
+      progress: called with a line on what comes next.
+
+    Raises:
+      DhelixError: there is no GPU, NCCL does not use the plugin, or the step has no collectives to tune.
+    """
+    start = time.monotonic()
+    told = progress or (lambda _: None)
+    decorated = step if isinstance(step, InterleavedStep) else interleaved(step, StepOptions())
+    process = this_process(options=decorated.options.xla)
+    base = _base(plan, decorated, process)
+    told("compiles the step")
+    trials = StepTrials(decorated.lower(*arguments), arguments, base.target)
+    return Tuning(trials, base, process, told, start, minutes).run(out, None if records is None else Path(records))
+
+
+class Trials(Protocol):
+    """What `Tuning` needs of `StepTrials`."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def surprise(self) -> str: ...
+    def bodies(self) -> tuple[Body, ...]: ...
+    def times(self, bodies: Sequence[Body], settings: StepSettings) -> StepTimes: ...
+    def seconds(self, settings: StepSettings) -> float: ...
+
+
+class Tuning:
+    """One tuning; `tune` runs it."""
+
+    def __init__(
+        self,
+        trials: Trials,
+        base: Plan,
+        process: Process,
+        told: Callable[[str], None],
+        start: float,
+        minutes: float,
+    ) -> None:
+        self._trials, self._base, self._process = trials, base, process
+        self._told, self._start, self._deadline = told, start, start + 60.0 * minutes
+        self._notes: list[str] = []
+
+    def run(self, out: str | Path | None, records: Path | None) -> Tuned:
+        if self._trials.surprise:
+            raise DhelixError(
+                f"NCCL does not ask about collectives in the program's launch order: {self._trials.surprise}; so "
+                "settings would reach the wrong collectives"
+            )
+        # Step 2.
+        self._told("traces the step")
+        bodies = self._trials.bodies()
+        if not bodies:
+            raise DhelixError("the step has no collectives that NCCL lets be tuned and that take time")
+        noise = _noise(bodies, self._trials.times(bodies, {}))
+        # Step 3.
+        found = StepSearch(bodies, self._measure(bodies, records), _space(), noise, self._told).run()
+        if found.stopped:
+            self._notes.append(f"the search ended early: {found.stopped}")
+        # Step 4.
+        seconds = self._compare(found.candidates)
+        plan = replace(self._base, tuning=self._section(seconds, found.candidates))
+        if out is not None:
+            agreement.together("write the plan", lambda: plan_files.save(plan, out), (DhelixError,))
+        spent = time.monotonic() - self._start
+        return Tuned(plan, seconds, bodies, found, noise, spent, tuple(self._notes))
+
+    def _measure(self, bodies: Sequence[Body], path: Path | None) -> Callable[[StepSettings], StepTimes]:
+        program = of_bytes(f"{self._trials.key} {self._process.setting.name} {self._process.link}".encode())
+        known = Records(path, program, agreement.gathered("compare records", read(path))[0])
+
+        def measure(settings: StepSettings) -> StepTimes:
+            if (times := known.find(settings)) is not None:
+                return times
+            if why := known.failed.get(digest(settings)):
+                self._notes.append(f"settings that failed count as slow: {why}")
+                return failed(bodies)
+            late = agreement.largest("compare clocks", int(time.monotonic() > self._deadline))
+            if late:
+                raise LimitReached(f"{(self._deadline - self._start) / 60.0:g} minutes have passed")
+            known.begin(settings)
+            measured = self._trials.times(bodies, settings)
+            known.end(settings, measured)
+            return measured
+
+        return measure
+
+    def _compare(self, candidates: Mapping[str, StepSettings]) -> dict[str, float]:
+        """The median time of a step under each candidate. Candidates take turns, so that a drift hits all alike."""
+        times: dict[str, list[float]] = {name: [] for name in candidates}
+        for turn in range(_ROUNDS):
+            self._told(f"compares {len(candidates)} candidates, {turn + 1} of {_ROUNDS}")
+            for name, settings in candidates.items():
+                times[name].append(self._trials.seconds(settings))
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def _section(self, seconds: Mapping[str, float], candidates: Mapping[str, StepSettings]) -> CollectiveSettings:
+        """The settings of the fastest candidate; none if it is not faster than NCCL's defaults by more than noise.
+
+        Of candidates that are equally fast, the one that needs the fewest settings counts.
+        """
+        least = min(seconds.values())
+        as_fast = [name for name in candidates if seconds[name] <= least * (1.0 + _LEAST_NOISE)]
+        best = DEFAULTS if DEFAULTS in as_fast else TUNED if TUNED in as_fast else as_fast[0]
+        rows = tuple(TunedCollective(*identity, setting) for identity, setting in sorted(candidates[best].items()))
+        version = ".".join(nccl_version().split(".")[:2])
+        default, tuned = (round(1e6 * seconds[name], 1) for name in (DEFAULTS, best))
+        return CollectiveSettings(version, len(jax.devices()), rows, default, tuned)
+
+
+def _base(plan: str | Path | Plan | None, step: InterleavedStep, process: Process) -> Plan:
+    """The plan to which the settings are added, with this machine as its target if it has none."""
+    if isinstance(plan, str | Path):
+        plan = plan_files.load(plan)
+    if plan is None and isinstance(step.options.plan, Plan):
+        plan = step.options.plan
+    if plan is not None:
+        return plan
+    target = PlanTarget.of(process.gpu, process.link, process.setting.name, len(jax.local_devices()))
+    return Plan(step.__name__, target)
+
+
+def _space() -> Space:
+    version = tuple(map(int, nccl_version().split(".")[:2]))
+    return Space(CHANNELS, CHUNKS if version >= _CHUNKS_FROM else CHUNKS[-1:])
+
+
+def _noise(bodies: Sequence[Body], again: StepTimes) -> float:
+    """The relative noise of a body's time, from two traces with the same settings."""
+    differences = [abs(math.log(again[body.fingerprint].whole / body.default.whole)) for body in bodies]
+    shares = [body.runs * body.default.whole for body in bodies]
+    mean = sum(d * s for d, s in zip(differences, shares, strict=True)) / sum(shares)
+    return min(max(mean, _LEAST_NOISE), _MOST_NOISE)
+
+
+def as_json(tuned: Tuned) -> dict[str, Any]:
+    """All results as JSON values, times in seconds."""
+
+    def rows(each: Mapping[ChannelSetting, BodyTimes]) -> list[dict[str, Any]]:
+        return [
+            {
+                "channels": setting.channels,
+                "chunk": setting.chunk,
+                "communication": sum(times.collectives),
+                "computation": sum(times.computations),
+                "whole": times.whole,
+            }
+            for setting, times in each.items()
+        ]
+
+    assert tuned.plan.tuning is not None
+    return {
+        "seconds": dict(tuned.seconds),
+        "gain": tuned.gain,
+        "noise": tuned.noise,
+        "measured": tuned.found.measured,
+        "spent": tuned.spent,
+        "notes": list(tuned.notes),
+        "bodies": [
+            {
+                "body": body.fingerprint,
+                "name": body.name,
+                "runs": body.runs,
+                "kind": " ".join(tuned.found.kinds[body.fingerprint]).strip(),
+                "collectives": [list(identity) for identity in body.collectives],
+                "default": json.loads(json.dumps(vars(body.default))),
+                "map": rows(tuned.found.maps[body.fingerprint]),
+            }
+            for body in tuned.bodies
+        ],
+        "tuning": tuned.plan.tuning.as_json(),
+    }

@@ -1,0 +1,146 @@
+"""The search over a whole step, on overlaps whose optimum is known; resuming, limits and failures."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.errors import DhelixError
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.tuning.measurements import LimitReached
+from dhelix.profiles.profile import SETTINGS, Provenance
+from dhelix.runtime.profiling.in_process import Process
+from dhelix.runtime.tuning import rounds, tune_step
+from dhelix.runtime.tuning.records import mark_failed
+from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, KINDS, TUNED, UNIFORM, StepSearch
+from dhelix.runtime.tuning.tune_step import Tuned, Tuning, as_json
+from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SPACE, SimulatedStep
+
+PROCESS = Process(SETTINGS["default"], "no-p2p", Provenance("NVIDIA H100", 2))
+PLAN = Plan("a step", PlanTarget.of("H100", "no-p2p", "default", 2))
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_step, "nccl_version", lambda: "2.30.1")
+
+
+def tuned(step: Any, out: Path | None = None, records: Path | None = None, minutes: float = 10.0) -> Tuned:
+    return Tuning(step, PLAN, PROCESS, lambda _: None, time.monotonic(), minutes).run(out, records)
+
+
+def test_all_overlaps_of_a_step_are_tuned_at_once() -> None:
+    step = SimulatedStep()
+    found = StepSearch(step.bodies(), lambda s: step.times(step.bodies(), s), SPACE, 0.0, kinds=()).run()
+    seconds = {name: step.seconds(settings) for name, settings in found.candidates.items()}
+    assert seconds[TUNED] <= 1.02 * step.optimum
+    assert seconds[TUNED] <= min(seconds[UNIFORM], seconds[ALONE], seconds[DEFAULTS])
+    assert found.measured == step.count
+    # Searches share measurements: the same search of the first overlap alone takes almost as many.
+    alone = SimulatedStep((0,))
+    StepSearch(alone.bodies(), lambda s: alone.times(alone.bodies(), s), SPACE, 0.0, kinds=()).run()
+    assert step.count <= 1.3 * alone.count
+
+
+def test_a_body_keeps_the_algorithm_and_protocol_that_is_fastest_for_it() -> None:
+    step = SimulatedStep()
+    found = StepSearch(step.bodies(), lambda s: step.times(step.bodies(), s), SPACE, 0.0).run()
+    first, second = step.bodies()
+    assert found.kinds[first.fingerprint] == FAST_KIND and found.kinds[second.fingerprint] != FAST_KIND
+    kinds = {(s.algorithm, s.protocol) for i, s in found.candidates[TUNED].items() if i in first.collectives}
+    assert kinds == {FAST_KIND}
+
+
+def test_a_plan_with_settings_is_written_and_reproduced_byte_for_byte(tmp_path: Path) -> None:
+    texts = []
+    for n in range(2):
+        found = tuned(SimulatedStep(noise=0.005), tmp_path / f"{n}.json")
+        assert found.gain > 1.02 and json.dumps(as_json(found))
+        assert found.plan.tuning is not None and found.plan.tuning.collectives
+        texts.append((tmp_path / f"{n}.json").read_text())
+    assert texts[0] == texts[1] and plan_files.loads(texts[0], "here").leaves_program
+
+
+def test_an_interrupted_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+
+    class Interrupted(SimulatedStep):
+        def times(self, *given: Any) -> Any:
+            if self.count == 20:
+                raise KeyboardInterrupt
+            return super().times(*given)
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(Interrupted(), records=records)
+    whole, rest = SimulatedStep(), SimulatedStep()
+    first = tuned(whole, tmp_path / "whole.json")
+    with records.open("a") as file:
+        file.write('{"program": "half of a')
+    again = tuned(rest, tmp_path / "rest.json", records)
+    assert again.plan == first.plan and rest.count < whole.count - 15
+
+
+def test_settings_that_hung_are_not_tried_again(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+
+    class Hangs(SimulatedStep):
+        def times(self, *given: Any) -> Any:
+            if given[1] and len({*given[1].values()}) == 1 and next(iter(given[1].values())).algorithm == KINDS[2][0]:
+                raise TimeoutError
+            return super().times(*given)
+
+    with pytest.raises(TimeoutError):
+        tuned(Hangs(), records=records)
+    assert mark_failed(records, "no answer for 60 s") and not mark_failed(records, "again")
+    found = tuned(SimulatedStep(), records=records)
+    assert any("no answer for 60 s" in note for note in found.notes) and found.gain > 1.02
+
+
+def test_a_tuning_ends_in_time_with_the_best_so_far() -> None:
+    found = tuned(SimulatedStep(), minutes=0.0)
+    assert found.gain == 1.0 and found.plan.tuning is not None and not found.plan.tuning.collectives
+    assert found.notes == ("the search ended early: 0 minutes have passed",)
+
+
+def test_if_nccl_asks_in_another_order_nothing_is_tuned() -> None:
+    step = SimulatedStep()
+    step.surprise = "question 2 of 6 is all-gather of 512 bytes, where the program has the end of the step"
+    with pytest.raises(DhelixError, match="settings would reach the wrong collectives"):
+        tuned(step)
+
+
+def test_searches_in_rounds_wait_for_each_other() -> None:
+    asked: list[dict[str, int]] = []
+
+    def counting(upto: int) -> Any:
+        def search(ask: Any) -> int:
+            return sum(ask(n) for n in range(upto))
+
+        return search
+
+    def measure(questions: Any) -> Any:
+        asked.append(dict(questions))
+        return {name: 10 * n for name, n in questions.items()}
+
+    assert rounds.run({"a": counting(1), "b": counting(3)}, measure) == {"a": 0, "b": 30}
+    assert asked == [{"a": 0, "b": 0}, {"b": 1}, {"b": 2}]
+
+
+def test_an_error_of_a_measurement_reaches_every_search() -> None:
+    def stops(ask: Any) -> str:
+        try:
+            return ask(1)
+        except LimitReached:
+            return "the best so far"
+
+    def limit(_: Any) -> Any:
+        raise LimitReached
+
+    assert rounds.run({"a": stops, "b": stops}, limit) == dict.fromkeys("ab", "the best so far")
+    with pytest.raises(LimitReached):
+        rounds.run({"a": stops, "b": lambda ask: ask(1)}, limit)
