@@ -25,6 +25,7 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
+from dhelix.launch import workers
 from dhelix.launch.defaults import DEFAULT_GPU, INTERRUPTED
 from dhelix.launch.inspect import dumps
 from dhelix.launch.profile import output as profile_output
@@ -62,7 +63,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         return 0
     if chosen["recorded"]:
         job, measure = _from_record(chosen, arguments, console)
-    elif chosen["explain"] or not profile_processes.gpus_here()[1]:
+    elif chosen["explain"] or not workers.gpus_here()[1]:
         job, measure = _plan(chosen, arguments, console)
     else:
         job, measure = _on_gpus(chosen, arguments, console)
@@ -127,7 +128,7 @@ def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console)
 
 def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
     """The mode on GPUs: the launch settings are measured one after the other, each in a process of its own."""
-    kind, count = profile_processes.gpus_here()
+    kind, count = workers.gpus_here()
     gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
     if gpu is None:
         raise DhelixError("nvidia-smi does not name the GPUs; name them with --hardware")

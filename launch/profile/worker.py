@@ -14,9 +14,7 @@ ends, and then the worker ends itself.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from jax.sharding import Mesh
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import dumps
 from dhelix.launch.profile.step import build, gpus_of
+from dhelix.launch.workers import end_with_stdin, tell
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
@@ -87,27 +86,17 @@ class Request:
         return cls(**{**fields, "bases": tuple(fields["bases"])})
 
 
-def end_with_stdin() -> None:
-    """Starts a thread that ends this process at once when its stdin ends."""
-
-    def wait() -> None:
-        sys.stdin.read()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def main(path: str) -> None:
     """Runs the request in the file `path` and reports the end on stdout. Exits with status 1 after an error."""
     request = Request.from_json(Path(path).read_text())
     try:
         run(request)
-        _tell(finished=True)
+        tell(finished=True)
     except DhelixError as error:
-        _tell(error=" ".join(str(error).split()))
+        tell(error=" ".join(str(error).split()))
         sys.exit(1)
     except jax.errors.JaxRuntimeError as error:
-        _tell(error=reason(error))
+        tell(error=reason(error))
         sys.exit(1)
 
 
@@ -147,7 +136,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
         step = Step(dumps.read(request.module).module)
     else:
         assert request.preset is not None
-        _tell(done=0, total=0, what="compiles the step")
+        tell(done=0, total=0, what="compiles the step")
         lowered, make_arguments = build(request.preset, _costs(request, profile.hardware))
         step = compiled_step(lowered)
     if request.keep and jax.process_index() == 0:
@@ -174,7 +163,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
         return observe(step, lowered, make, per_node, setting.implementation)
 
     def progress(done: int, total: int, what: str) -> None:
-        _tell(done=done, total=total, what=what)
+        tell(done=done, total=total, what=what)
 
     def save(grown: Profile) -> None:  # every process reads the file later, so every process waits for this write
         agreement.together("write the profile", lambda: _save(request, grown), (DhelixError, OSError))
@@ -216,23 +205,19 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
     done = 0
     budget = request.collective_seconds
     for program in collective_tables.programs(missing, jax.devices(), hardware, budget_seconds=budget):
-        _tell(done=done, total=len(missing), what=f"collectives of {program.grouping}")
+        tell(done=done, total=len(missing), what=f"collectives of {program.grouping}")
         if program.takes_part:
             timings, failures = measure_tables.run(program)
             profile = profile.with_section(Section(request.setting, {}, timings, {}, None, failures))
             _save(request, profile)
         done += len(program.keys)
-    _tell(done=done, total=done, what="done")
+    tell(done=done, total=done, what="done")
 
 
 def _save(request: Request, profile: Profile) -> None:
     """Writes the profile's file. Only the first process writes."""
     if jax.process_index() == 0:
         storage.save(profile, request.out)
-
-
-def _tell(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dhelix.launch import cli
-from dhelix.launch.profile import processes as profile_processes
+from dhelix.launch import cli, workers
 from dhelix.profiles.files import storage, xla_tables
 from dhelix.profiles.keys import CollectiveKey
 
@@ -27,7 +26,7 @@ ENOUGH = 0.95
 def no_gpus_and_no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "profiles").mkdir()
     monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path / "profiles"))
-    monkeypatch.setattr(profile_processes, "gpus_here", lambda: ("", 0))
+    monkeypatch.setattr(workers, "gpus_here", lambda: ("", 0))
 
 
 def dhelix_profile(*arguments: object) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dhelix.launch import cli
-from dhelix.launch.profile import processes as profile_processes
+from dhelix.launch import cli, workers
 from dhelix.launch.profile import recorded as profile_recorded
 from dhelix.launch.profile import step as profile_step
 from dhelix.profiles import hardware
@@ -94,7 +93,7 @@ def no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "profiles").mkdir()
     monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path / "profiles"))
     monkeypatch.setattr(storage, "SHIPPED", tmp_path / "none")
-    monkeypatch.setattr(profile_processes, "gpus_here", lambda: ("", 0))
+    monkeypatch.setattr(workers, "gpus_here", lambda: ("", 0))
 
 
 def dhelix_profile(*arguments: object) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch import cli
+from dhelix.launch import cli, workers
 from dhelix.launch.profile import processes as profile_processes
 from dhelix.launch.profile.worker import Request
+from dhelix.launch.workers import Worker
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.files import storage
 from dhelix.profiles.profile import Profile, Provenance, Section
@@ -44,7 +45,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     monkeypatch.setattr(profile_processes, "COMMAND", (sys.executable, str(script)))
-    monkeypatch.setattr(profile_processes, "gpus_here", lambda: ("NVIDIA H200", 4))
+    monkeypatch.setattr(workers, "gpus_here", lambda: ("NVIDIA H200", 4))
     for name in ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "WORKER_MODE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "out.json"
@@ -113,8 +114,7 @@ def test_what_goes_wrong_is_said(out: Path, monkeypatch: pytest.MonkeyPatch, mod
 def test_no_process_is_left_behind(out: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("WORKER_MODE", "slow")
     started = []
-    original = profile_processes._start
-    monkeypatch.setattr(profile_processes, "_start", lambda *a: started.append(original(*a)) or started[-1])
+    monkeypatch.setattr(profile_processes, "Worker", lambda *a: started.append(Worker(*a)) or started[-1])
 
     def stop(done: int, total: int, what: str) -> bool:
         if done and how == "interrupted":
@@ -129,27 +129,7 @@ def test_no_process_is_left_behind(out: Path, monkeypatch: pytest.MonkeyPatch, h
     else:
         assert not profile_processes.measure(request, stop)
     assert time.monotonic() - begun < 30
-    assert [process.poll() is not None for process in started] == [True]
-
-
-def test_a_process_ends_when_who_started_it_was_killed(tmp_path: Path) -> None:
-    code = "from dhelix.launch.profile.worker import end_with_stdin; end_with_stdin(); print('{}'); "
-    command = [sys.executable, "-c", code + "import sys, time; sys.stdout.flush(); time.sleep(60)"]
-    with (tmp_path / "stderr.txt").open("w") as errors:
-        process = profile_processes._start(command, os.environ, errors)
-    assert next(profile_processes._messages(process)) == {}
-    assert process.poll() is None and process.stdin is not None
-    process.stdin.close()
-    assert process.wait(30) == 1
-    profile_processes._end(process)
-
-
-def test_of_a_failed_check_the_check_is_told_and_not_its_stack(tmp_path: Path) -> None:
-    words = tmp_path / "stderr.txt"
-    words.write_text(
-        "I1124 fine\nF1124 20:52:40.1 7 cache.cc:1] Check failed: it is full\n    @ 0x7f4ef1129ecc (unknown)\n"
-    )
-    assert profile_processes._last_words(words).endswith("Check failed: it is full")
+    assert [worker.process.poll() is not None for worker in started] == [True]
 
 
 def dhelix_profile(*arguments: object) -> int:
