@@ -8,7 +8,7 @@
 
 The public names are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError`, `__version__`, and for
 sharded states (docs/guide/sharding.md) `plan_sharding`, `sharding_plan`, `mesh_of`, `shard_state`, `gather_state`,
-`state_shardings`.
+`state_shardings`. `tune` tunes collectives on GPUs (docs/guide/tuning.md).
 Two modules are also meant for users, but their interfaces may change between versions. `dhelix.deviceless` makes meshes
 of GPUs that this machine does not have. `dhelix.collective_matmul` offers collective matmuls as functions.
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
     from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
     from dhelix.runtime.step.strand_interleave import strand_interleave
+    from dhelix.runtime.tuning.tune_step import tune
 
     __version__: str
 
 __all__ = [
     "DhelixError", "Fold", "collective_matmul", "deviceless", "gather_state", "mesh_of", "plan_sharding",
-    "shard_state", "sharding_plan", "state_shardings", "strand_interleave", "value_and_grad",
+    "shard_state", "sharding_plan", "state_shardings", "strand_interleave", "tune", "value_and_grad",
 ]  # fmt: skip
 
 _HOMES = {
@@ -47,6 +48,7 @@ _HOMES = {
     "sharding_plan": "dhelix.runtime.sharding.state_plan",
     "state_shardings": "dhelix.runtime.sharding.placed_states",
     "strand_interleave": "dhelix.runtime.step.strand_interleave",
+    "tune": "dhelix.runtime.tuning.tune_step",
     "value_and_grad": "dhelix.runtime.step.microbatches.value_and_grad",
 }
 _MODULES = {"collective_matmul": "dhelix.runtime.collective_matmul", "deviceless": "dhelix.runtime.compiler.deviceless"}

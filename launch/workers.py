@@ -2,7 +2,8 @@
 
     for node, environment in environments("connections1", "nvlink", gpus=2):
         worker = Worker([sys.executable, "-m", "...", "request.json"], environment, Path("stderr.txt"))
-    for message in worker.messages(patience=60.0): ...     # JSON objects that the worker prints
+    worker.patience = 60.0                        # seconds of silence that are too long
+    for message in worker.messages(): ...         # JSON objects that the worker prints
     worker.end()
 
 The environment variables and XLA flags of a launch setting hold for a whole process. So each setting has workers of its
@@ -88,7 +89,11 @@ def environments(
 
 
 class Worker:
-    """A process that prints JSON objects, one per line."""
+    """A process that prints JSON objects, one per line.
+
+    Attributes:
+      patience: seconds of silence after which `messages` gives up; None: never. It may change between messages.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> None:
         """Starts the process in a session of its own.
@@ -99,6 +104,7 @@ class Worker:
         Args:
           errors: file for its stderr.
         """
+        self.patience: float | None = None
         self._errors, pipe = errors, subprocess.PIPE
         with errors.open("w") as file:
             self.process = subprocess.Popen(
@@ -111,19 +117,19 @@ class Worker:
                 start_new_session=True,
             )
 
-    def messages(self, patience: float | None = None) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[dict[str, Any]]:
         """The JSON objects that the worker prints. Other lines, which libraries may print, are skipped.
 
         Raises:
-          SilentError: no object came for `patience` seconds.
+          SilentError: the worker was silent for too long.
         """
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
         while True:
             try:
-                line = lines.get(timeout=patience)
+                line = lines.get(timeout=self.patience)
             except queue.Empty:
-                raise SilentError(f"no answer for {patience:g} s") from None
+                raise SilentError(f"no answer for {self.patience:g} s") from None
             if line is None:
                 return
             try:

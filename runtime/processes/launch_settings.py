@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +35,7 @@ _USUAL: Mapping[str, str] = MappingProxyType({
     "NCCL_BUFFSIZE": "",
     "NCCL_MIN_NCHANNELS": "",
     "NCCL_MIN_P2P_NCHANNELS": "",
+    "NCCL_NTHREADS": "",
     "NCCL_SOCKET_NTHREADS": "",
     "NCCL_NSOCKS_PERTHREAD": "",
     "xla_gpu_graph_min_graph_size": "5",
@@ -93,6 +95,17 @@ def nearest(
     costs = "a roofline's" if found is None else f"those of the launch setting {found!r}"
     line = f"no times were measured with {_words(here)}, so costs are {costs}; run `dhelix profile`"
     return found, line
+
+
+def target_of(gpu: str, link: str, gpus_per_node: int, options: Mapping[str, Any] | None = None) -> PlanTarget:
+    """The target of plans that are made in this process: its GPUs, and the variables and flags that it has.
+
+    The launch setting is the nearest one (`nearest`). If none fits, it is the default.
+    """
+    name = nearest(SETTINGS, os.environ, options)[0] or "default"
+    unusual = _of_process(os.environ, options)
+    environment = tuple(sorted((n, value) for n, value in unusual.items() if not n.startswith("xla_")))
+    return replace(PlanTarget.of(gpu, link, name, gpus_per_node), environment=environment)
 
 
 def link_of(environment: Mapping[str, str], link: str | None = None) -> str:

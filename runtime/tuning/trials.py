@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -75,12 +74,12 @@ class StepTrials:
                 "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which"
             )
 
-    @cached_property
+    @property
     def key(self) -> str:
         """A digest of the program, by which its trials are found again."""
         return of_bytes(self.module.to_bytes())
 
-    @cached_property
+    @property
     def surprise(self) -> str:
         """The first question of NCCL in a step that is not the one of the program's launch order; "" if there is none.
 
@@ -97,7 +96,7 @@ class StepTrials:
             n = _common(asked, nearest)
             said, wanted = ("the end of the step" if n >= len(part) else _words(*part[n]) for part in (asked, nearest))
             return f"question {n + 1} of {len(asked)} is {said}, where the program has {wanted}"
-        return "" if self.asked else "it asks nothing"
+        return ""
 
     def bodies(self) -> tuple[Body, ...]:
         """The overlaps of the step that are worth tuning."""

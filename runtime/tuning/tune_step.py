@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +31,20 @@ from dhelix.errors import DhelixError
 from dhelix.passes.framework.fingerprint import of_bytes
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.plans import plan_files
-from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.plans.plan import Plan
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.passes.tuning.space import Space
 from dhelix.profiles.channels.channel_model import ChannelSetting
+from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.processes import agreement
-from dhelix.runtime.profiling.in_process import Process, this_process
+from dhelix.runtime.processes.launch_settings import link_of, target_of
+from dhelix.runtime.processes.nodes import gpus_per_node
 from dhelix.runtime.profiling.provenance import nccl_version
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
+from dhelix.runtime.tuning import plugin
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
 from dhelix.runtime.tuning.records import Records, digest, read
 from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, Found, StepSearch, StepSettings, StepTimes, failed
@@ -98,6 +102,7 @@ def tune(
     minutes: float = 10.0,
     records: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
+    name: str | None = None,
 ) -> Tuned:
     """Tunes the collectives of a train step under NCCL. All processes of a job must call this together.
 
@@ -106,9 +111,10 @@ def tune(
       arguments: arguments of the step. They are donated if the step donates them.
       out: plan file to write; None writes none.
       plan: a plan of the step, to which the settings are added. The step must be decorated with it.
-      minutes: time after which the search stops with the best so far.
+      minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured.
       records: file of measurements. A call that was interrupted goes on from there.
       progress: called with a line on what comes next.
+      name: of the program, for the plan; default: the name of the step.
 
     Raises:
       DhelixError: there is no GPU, NCCL does not use the plugin, or the step has no collectives to tune.
@@ -116,11 +122,18 @@ def tune(
     start = time.monotonic()
     told = progress or (lambda _: None)
     decorated = step if isinstance(step, InterleavedStep) else interleaved(step, StepOptions())
-    process = this_process(options=decorated.options.xla)
-    base = _base(plan, decorated, process)
+    if jax.default_backend() != "gpu":
+        raise DhelixError(f"tuning needs GPUs, but this process runs on {jax.default_backend()}; see `nvidia-smi`")
+    prepare()
+    base = _base(plan, decorated, name or decorated.__name__)
     told("compiles the step")
     trials = StepTrials(decorated.lower(*arguments), arguments, base.target)
-    return Tuning(trials, base, process, told, start, minutes).run(out, None if records is None else Path(records))
+    return Tuning(trials, base, told, start, minutes).run(out, None if records is None else Path(records))
+
+
+def prepare() -> None:
+    """Tells NCCL to use the plugin. Call it before any collective runs. Raises TunerError if there is no plugin."""
+    plugin.install()
 
 
 class Trials(Protocol):
@@ -142,12 +155,11 @@ class Tuning:
         self,
         trials: Trials,
         base: Plan,
-        process: Process,
         told: Callable[[str], None],
         start: float,
         minutes: float,
     ) -> None:
-        self._trials, self._base, self._process = trials, base, process
+        self._trials, self._base = trials, base
         self._told, self._start, self._deadline = told, start, start + 60.0 * minutes
         self._notes: list[str] = []
 
@@ -159,14 +171,17 @@ class Tuning:
             )
         # Step 2.
         self._told("traces the step")
-        bodies = self._trials.bodies()
-        if not bodies:
-            raise DhelixError("the step has no collectives that NCCL lets be tuned and that take time")
-        noise = _noise(bodies, self._trials.times(bodies, {}))
+        searches = self._deadline > self._start
+        bodies = self._trials.bodies() if searches else ()
+        noise = _noise(bodies, self._trials.times(bodies, {})) if bodies else _LEAST_NOISE
         # Step 3.
-        found = StepSearch(bodies, self._measure(bodies, records), _space(), noise, self._told).run()
+        if bodies:
+            found = StepSearch(bodies, self._measure(bodies, records), _space(), noise, self._told).run()
+        else:
+            why = "it asks a plugin about no collective that takes time" if searches else ""
+            found = Found({DEFAULTS: {}}, {}, {}, 0, why)
         if found.stopped:
-            self._notes.append(f"the search ended early: {found.stopped}")
+            self._notes.append(f"NCCL's defaults stay where nothing was tried: {found.stopped}")
         # Step 4.
         seconds = self._compare(found.candidates)
         plan = replace(self._base, tuning=self._section(seconds, found.candidates))
@@ -176,7 +191,9 @@ class Tuning:
         return Tuned(plan, seconds, bodies, found, noise, spent, tuple(self._notes))
 
     def _measure(self, bodies: Sequence[Body], path: Path | None) -> Callable[[StepSettings], StepTimes]:
-        program = of_bytes(f"{self._trials.key} {self._process.setting.name} {self._process.link}".encode())
+        target = self._base.target
+        here = target.hardware, target.link, target.environment, target.xla_flags, nccl_version()
+        program = of_bytes(f"{self._trials.key} {here}".encode())
         known = Records(path, program, agreement.gathered("compare records", read(path))[0])
 
         def measure(settings: StepSettings) -> StepTimes:
@@ -197,12 +214,13 @@ class Tuning:
 
     def _compare(self, candidates: Mapping[str, StepSettings]) -> dict[str, float]:
         """The median time of a step under each candidate. Candidates take turns, so that a drift hits all alike."""
-        times: dict[str, list[float]] = {name: [] for name in candidates}
+        different = {digest(settings): settings for settings in candidates.values()}
+        times: dict[str, list[float]] = {key: [] for key in different}
         for turn in range(_ROUNDS):
-            self._told(f"compares {len(candidates)} candidates, {turn + 1} of {_ROUNDS}")
-            for name, settings in candidates.items():
-                times[name].append(self._trials.seconds(settings))
-        return {name: statistics.median(each) for name, each in times.items()}
+            self._told(f"compares {len(different)} candidates, {turn + 1} of {_ROUNDS}")
+            for key, settings in different.items():
+                times[key].append(self._trials.seconds(settings))
+        return {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
 
     def _section(self, seconds: Mapping[str, float], candidates: Mapping[str, StepSettings]) -> CollectiveSettings:
         """The settings of the fastest candidate; none if it is not faster than NCCL's defaults by more than noise.
@@ -218,7 +236,7 @@ class Tuning:
         return CollectiveSettings(version, len(jax.devices()), rows, default, tuned)
 
 
-def _base(plan: str | Path | Plan | None, step: InterleavedStep, process: Process) -> Plan:
+def _base(plan: str | Path | Plan | None, step: InterleavedStep, name: str) -> Plan:
     """The plan to which the settings are added, with this machine as its target if it has none."""
     if isinstance(plan, str | Path):
         plan = plan_files.load(plan)
@@ -226,8 +244,8 @@ def _base(plan: str | Path | Plan | None, step: InterleavedStep, process: Proces
         plan = step.options.plan
     if plan is not None:
         return plan
-    target = PlanTarget.of(process.gpu, process.link, process.setting.name, len(jax.local_devices()))
-    return Plan(step.__name__, target)
+    gpu, link = gpu_name(jax.devices()[0].device_kind), link_of(os.environ)
+    return Plan(name, target_of(gpu, link, gpus_per_node(jax.devices()) or len(jax.devices()), step.options.xla))
 
 
 def _space() -> Space:

@@ -29,8 +29,9 @@ def test_a_silent_process_is_noticed(tmp_path: Path) -> None:
     started = worker(
         "import time; print('{\"n\": 1}', flush=True); print('a library', flush=True); time.sleep(60)", tmp_path
     )
-    messages = started.messages(patience=2.0)
+    messages = started.messages()
     assert next(messages) == {"n": 1}
+    started.patience = 2.0
     with pytest.raises(SilentError, match="no answer for 2 s"):
         next(messages)
     started.end()

@@ -95,7 +95,8 @@ def test_a_communicator_finds_its_sequence(loaded: Plugin) -> None:
         ]
 
     for _ in range(2):  # until the questions so far fit one sequence only
-        layer(data), step()
+        layer(data)
+        step()
     for _ in range(2):
         assert layer(data) == [FIRST, SECOND, THIRD]
         assert step() == [tree, UNSET, tree]

@@ -13,15 +13,12 @@ from dhelix.errors import DhelixError
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.measurements import LimitReached
-from dhelix.profiles.profile import SETTINGS, Provenance
-from dhelix.runtime.profiling.in_process import Process
 from dhelix.runtime.tuning import rounds, tune_step
 from dhelix.runtime.tuning.records import mark_failed
 from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, KINDS, TUNED, UNIFORM, StepSearch
 from dhelix.runtime.tuning.tune_step import Tuned, Tuning, as_json
 from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SPACE, SimulatedStep
 
-PROCESS = Process(SETTINGS["default"], "no-p2p", Provenance("NVIDIA H100", 2))
 PLAN = Plan("a step", PlanTarget.of("H100", "no-p2p", "default", 2))
 
 
@@ -31,7 +28,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tuned(step: Any, out: Path | None = None, records: Path | None = None, minutes: float = 10.0) -> Tuned:
-    return Tuning(step, PLAN, PROCESS, lambda _: None, time.monotonic(), minutes).run(out, records)
+    return Tuning(step, PLAN, lambda _: None, time.monotonic(), minutes).run(out, records)
 
 
 def test_all_overlaps_of_a_step_are_tuned_at_once() -> None:
@@ -102,9 +99,16 @@ def test_settings_that_hung_are_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_tuning_ends_in_time_with_the_best_so_far() -> None:
-    found = tuned(SimulatedStep(), minutes=0.0)
-    assert found.gain == 1.0 and found.plan.tuning is not None and not found.plan.tuning.collectives
-    assert found.notes == ("the search ended early: 0 minutes have passed",)
+    class Slow(SimulatedStep):
+        def times(self, *given: Any) -> Any:
+            time.sleep(0.02)
+            return super().times(*given)
+
+    found = tuned(Slow(), minutes=0.01)
+    assert found.seconds[TUNED] <= found.seconds[DEFAULTS] and 10 < found.found.measured < 40
+    assert found.notes == ("NCCL's defaults stay where nothing was tried: 0.01 minutes have passed",)
+    step = SimulatedStep()
+    assert tuned(step, minutes=0.0).seconds == {DEFAULTS: step.seconds({})} and step.count == 0
 
 
 def test_if_nccl_asks_in_another_order_nothing_is_tuned() -> None:

@@ -1,0 +1,177 @@
+"""`dhelix tune`: tunes the collectives of a train step on this machine's GPUs.
+
+    dhelix tune --preset llama-8b --layers 8 --mesh tp=2 --settings connections1 --out tuned.json
+
+    1  for each launch setting      a step under NCCL's defaults
+    2  under the fastest one        buffers, channels and threads of the whole process (`process_search.py`)
+    3  under what step 2 found      algorithm, protocol and channels of each collective (`runtime/tuning`)
+
+Each process has a worker (`worker.py`), so this one does not use the GPUs. docs/guide/tuning.md explains the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch import workers
+from dhelix.launch.defaults import INTERRUPTED
+from dhelix.launch.profile.step import gpus_of_mesh
+from dhelix.launch.shown.progress import say
+from dhelix.launch.train import step_flags
+from dhelix.launch.tune import picture, processes, tables
+from dhelix.launch.tune.flags import STEP_OPTIONS
+from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.launch.tune.tables import Row
+from dhelix.launch.tune.worker import Request
+from dhelix.passes.framework.fingerprint import of_bytes
+from dhelix.passes.plans import plan_files
+from dhelix.profiles.profile import SETTINGS
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.tuning.step_search import DEFAULTS
+
+_RECORDS = Path("~/.cache/dhelix/tuning")
+_CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+"""Variables with which workers share their compiled programs."""
+
+_PROCESS_SHARE = 0.4
+"""Fraction of the minutes after which no further process is tried."""
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Runs `dhelix tune` and returns its exit status. Raises DhelixError if the command fails."""
+    chosen = values.flag_values_dict()
+    _check(chosen, arguments)
+    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="dhelix-tune-") as folder:
+        tuning = _Tuning(chosen, Path(folder), console)
+        try:
+            rows = tuning.run()
+        except KeyboardInterrupt:
+            say(console, f"Interrupted; the same command goes on from {tuning.records}.")
+            return INTERRUPTED
+        if chosen["out"]:
+            tuning.write(tables.fastest(rows), chosen["out"])
+    if chosen["json"]:
+        print(
+            json.dumps([{"setting": r.setting, "environment": dict(r.environment), **r.result} for r in rows], indent=1)
+        )
+    else:
+        tables.show(rows, console)
+    if chosen["picture"]:
+        picture.save(rows[-1].result, chosen["picture"], f"{chosen['preset']}, {rows[-1].name}")
+    if chosen["out"]:
+        say(console, f"wrote {chosen['out']}: dhelix train --tuning {chosen['out']}, or strand_interleave(tuning=...)")
+    return 0
+
+
+class _Tuning:
+    """The work of one command."""
+
+    def __init__(self, chosen: Mapping[str, Any], folder: Path, console: Console) -> None:
+        self._chosen, self._folder, self._console = chosen, folder, console
+        self._gpus = gpus_of_mesh(chosen["mesh"]) * chosen["pp"] or None
+        self._options = {n: v for n, v in step_flags.given(chosen).items() if n in STEP_OPTIONS}
+        self._preset = step_flags.options(chosen).said()
+        self._start, self._number = time.monotonic(), 0
+        told = json.dumps([self._preset, self._options, chosen["link"]], sort_keys=True)
+        name = f"{chosen['preset']}-{of_bytes(told.encode())}.jsonl"
+        self.records = Path(chosen["records"]) if chosen["records"] else _RECORDS.expanduser() / name
+        if chosen["force"]:
+            self.records.unlink(missing_ok=True)
+
+    def run(self) -> list[Row]:
+        """Returns what was found in each process; the last one is the one in which collectives were tuned."""
+        settings = tuple(dict.fromkeys(self._chosen["settings"]))
+        rows: list[Row] = [self._row(setting, {}, 0.0) for setting in settings] if len(settings) > 1 else []
+        best: str = tables.fastest(rows).setting if rows else self._chosen["settings"][0]
+        environment: Mapping[str, str] = {}
+        if self._chosen["process"]:
+            fixed = {name for name in VARIABLES if name in os.environ or name in SETTINGS[best].environment}
+
+            def evaluate(tried: Mapping[str, str]) -> float:
+                if known := next((row for row in rows if (row.setting, row.environment) == (best, tried)), None):
+                    return known.seconds[DEFAULTS]
+                if self._spent() > _PROCESS_SHARE * 60.0 * self._chosen["minutes"]:
+                    raise StopIteration
+                try:
+                    rows.append(self._row(best, tried, 0.0))
+                except DhelixError as error:
+                    say(self._console, f"{tried}: {error}")
+                    return math.inf
+                return rows[-1].seconds[DEFAULTS]
+
+            environment = search(evaluate, fixed).environment
+        left = max(self._chosen["minutes"] - self._spent() / 60.0, 0.0)
+        return [*rows, self._row(best, environment, left)]
+
+    def write(self, row: Row, path: str) -> None:
+        """Copies the plan of a row's worker to `path`."""
+        plan_files.load(self._plan_of(row))
+        try:
+            shutil.copyfile(self._plan_of(row), path)
+        except OSError as error:
+            raise DhelixError(f"{path}: cannot be written ({error.strerror}): choose another place") from None
+
+    def _row(self, setting: str, environment: Mapping[str, str], minutes: float) -> Row:
+        self._number += 1
+        out = self._folder / f"plan{self._number}.json"
+        name = Row(setting, environment, {}).name
+        request = Request(
+            self._preset,
+            self._options,
+            self._chosen["plan"],
+            str(out),
+            minutes,
+            self._chosen["patience_s"],
+            str(self.records),
+        )
+        say(self._console, f"{name}: {'tunes each collective' if minutes else 'measures a step'}")
+        result = processes.tuned(
+            request,
+            setting,
+            self._chosen["link"],
+            {**_CACHE, "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache"), **environment},
+            lambda what: say(self._console, f"  {self._spent():4.0f} s  {what}"),
+            self._gpus,
+        )
+        return Row(setting, environment, {**result, "plan": str(out)})
+
+    def _plan_of(self, row: Row) -> Path:
+        return Path(row.result["plan"])
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._start
+
+
+def _check(chosen: Mapping[str, Any], arguments: list[str]) -> None:
+    """Raises DhelixError if flags exclude one another, or if there are no GPUs."""
+    if arguments:
+        raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix tune --help`")
+    if not chosen["preset"]:
+        raise DhelixError("give the step: --preset NAME; for a step of your own, call dhelix.tune")
+    unknown = [setting for setting in chosen["settings"] if setting not in SETTINGS]
+    if unknown or not chosen["settings"]:
+        raise DhelixError(f"--settings {','.join(unknown)} is unknown; choose from {', '.join(SETTINGS)}")
+    StepOptions(**{n: v for n, v in step_flags.given(chosen).items() if n in STEP_OPTIONS})
+    if chosen["plan"]:
+        plan_files.load(chosen["plan"])
+    if chosen["out"] and not Path(chosen["out"]).absolute().parent.is_dir():
+        raise DhelixError(f"{chosen['out']}: there is no such folder; choose another place for the plan")
+    needed, (_, count) = gpus_of_mesh(chosen["mesh"]) * chosen["pp"], workers.gpus_here()
+    if count < 2:
+        raise DhelixError(f"tuning measures collectives on GPUs, and this machine has {count or 'none'}; run it there")
+    if needed > count:
+        raise DhelixError(f"the step needs {needed} GPUs, but there are {count}; give a smaller --mesh")

@@ -1,0 +1,101 @@
+"""What `dhelix tune` prints: the time of a step by who chose the settings, and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch.shown.progress import say
+from dhelix.passes.framework.units import milliseconds
+from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, TUNED, UNIFORM
+
+CHOICES = (DEFAULTS, UNIFORM, ALONE, TUNED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A process in which the step was tuned or measured.
+
+    Attributes:
+      setting: the launch setting.
+      environment: variables that the search over processes added.
+      result: what the worker found (`tune_step.as_json`).
+    """
+
+    setting: str
+    environment: Mapping[str, str]
+    result: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self.result["seconds"]
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.setting, *(f"{name}={value}" for name, value in self.environment.items())])
+
+
+def gains(rows: Sequence[Row]) -> tuple[float, float]:
+    """The gain of settings of the whole process, and that of each collective's own settings beyond it.
+
+    Both are ratios of a step's time. The base is NCCL's defaults under the first launch setting.
+    """
+    base = rows[0].seconds[DEFAULTS]
+    process = min(row.seconds[name] for row in rows for name in (DEFAULTS, UNIFORM) if name in row.seconds)
+    return base / process, process / min(min(row.seconds.values()) for row in rows)
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Prints the headline, the table of times, and the settings of the fastest row."""
+    best = fastest(rows)
+    base = rows[0].seconds[DEFAULTS]
+    process, own = gains(rows)
+    least = min(best.seconds.values())
+    say(
+        console,
+        f"A step takes {milliseconds(least)} instead of {milliseconds(base)}: {base / least:.3f} x, of which "
+        f"{process:.3f} x by settings of the whole process and {own:.3f} x by settings of each collective.",
+    )
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("process")
+    for name in CHOICES:
+        table.add_column(name, justify="right")
+    table.add_column("measurements", justify="right")
+    table.add_column("time", justify="right")
+    for row in rows:
+        cells = [_cell(row.seconds.get(name), base) for name in CHOICES]
+        table.add_row(row.name, *cells, str(row.result["measured"]), f"{row.result['spent']:.0f} s")
+    console.print(table)
+    _settings(best, console)
+    for note in dict.fromkeys(note for row in rows for note in row.result["notes"]):
+        say(console, note + ".")
+
+
+def fastest(rows: Sequence[Row]) -> Row:
+    """The row with the least time of a step."""
+    return min(rows, key=lambda row: min(row.seconds.values()))
+
+
+def _cell(seconds: float | None, base: float) -> str:
+    return "" if seconds is None else f"{milliseconds(seconds)} ({base / seconds:.3f})"
+
+
+def _settings(row: Row, console: Console) -> None:
+    found = row.result["tuning"]["collectives"]
+    if not found:
+        say(console, "Each collective runs as NCCL has it: no settings of its own are faster.")
+        return
+    names = {body["body"]: body["name"] for body in row.result["bodies"]}
+    table = Table(show_edge=False, pad_edge=False, title="Collectives with settings of their own", title_justify="left")
+    for column in ("computation", "collective", "number", "algorithm", "protocol", "channels", "chunk"):
+        table.add_column(column, justify="right" if column in ("number", "channels", "chunk") else "left")
+    for one in found:
+        channels, chunk = (f"{value:,}" if value else "" for value in (one["channels"], one["chunk"]))
+        place = names.get(one["body"], one["body"])
+        kind = one["algorithm"], one["protocol"]
+        table.add_row(place, one["key"], str(one["occurrence"]), *kind, channels, chunk)
+    console.print(table)

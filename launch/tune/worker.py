@@ -1,0 +1,106 @@
+"""The process that tunes. `python -m dhelix.launch.tune.worker REQUEST.json` runs it.
+
+It prints JSON objects. Before each piece of work: {"what": "all collectives ring simple", "patience": 90}. At the end:
+{"finished": {...}} with all results, or {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dhelix.errors import DhelixError
+from dhelix.launch.profile.step import name_of
+from dhelix.launch.train import trainer
+from dhelix.launch.workers import end_with_stdin, tell
+from dhelix.passes.plans import plan_files
+from dhelix.runtime.profiling.measure import reason
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.tuning import tune_step
+
+COMPILES = 900.0
+"""Seconds that compilation may take."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The task of a worker.
+
+    Attributes:
+      preset: fields of `trainer.Options` that describe the step.
+      options: options of the decorator, by name.
+      plan: plan file to which the settings are added, or None.
+      out: plan file to write.
+      minutes: time after which the search stops. With 0, only NCCL's defaults are measured.
+      patience: seconds that one measurement may take.
+      records: file of measurements, or None.
+      node: keywords of `jax.distributed.initialize` as `workers.environments` names them, or None.
+    """
+
+    preset: Mapping[str, Any]
+    options: Mapping[str, Any]
+    plan: str | None
+    out: str
+    minutes: float
+    patience: float
+    records: str | None = None
+    node: Mapping[str, Any] | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Tunes, writes the plan, and returns all results as JSON values. Raises DhelixError if this is impossible."""
+    if request.node:
+        node = request.node
+        jax.distributed.initialize(
+            node["coordinator"], node["processes"], node["process"], local_device_ids=node["local_device_ids"]
+        )
+    given = trainer.Options(**request.preset, step=StepOptions(**request.options))
+    config = trainer.configuration(given)
+    training, batch = trainer.make_training(given, config, jax.devices())
+    step = trainer.make_step(training, False, given.step)
+    shape = (batch, config.seq + 1)
+
+    def tokens() -> dict[str, jax.Array]:
+        return {"tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab)}
+
+    # NCCL takes the plugin only if it is installed before NCCL makes its first communicator.
+    tune_step.prepare()
+    arguments = training.init(jax.random.key(0)), jax.jit(tokens, out_shardings=training.batch_sharding)()
+    tuned = tune_step.tune(
+        step,
+        *arguments,
+        out=request.out,
+        plan=None if request.plan is None else plan_files.load(request.plan),
+        minutes=request.minutes,
+        records=request.records,
+        progress=lambda what: tell(what=what, patience=COMPILES if "compiles" in what else request.patience),
+        name=name_of(given, training),
+    )
+    return tune_step.as_json(tuned)
+
+
+def main(path: str) -> None:
+    """Runs the request in the file `path`. Exits with status 1 after an error."""
+    request = Request(**json.loads(Path(path).read_text()))
+    try:
+        tell(finished=run(request))
+    except DhelixError as error:
+        tell(error=" ".join(str(error).split()))
+        sys.exit(1)
+    except jax.errors.JaxRuntimeError as error:
+        tell(error=reason(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    end_with_stdin()
+    main(sys.argv[1])

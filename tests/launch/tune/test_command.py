@@ -1,0 +1,181 @@
+"""`dhelix tune` with a stand-in for the worker: what it asks for, failures, and what it shows and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.launch import cli, workers
+from dhelix.launch.tune import processes
+from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+request = json.load(open(sys.argv[1]))
+def tell(**what): print(json.dumps(what), flush=True)
+log = Path(os.environ["SEEN"])
+names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_P2P_DISABLE")
+seen = {name: os.environ[name] for name in names if name in os.environ}
+with log.open("a") as file: file.write(json.dumps({"environment": seen, "request": request}) + "\\n")
+tell(what="compiles the step", patience=60)
+records = Path(request["records"])
+mode = os.environ.get("WORKER_MODE", "")
+failed = "failed" in records.read_text() if records.is_file() else False
+if mode and not failed:
+    if mode != "early":
+        records.write_text(json.dumps({"program": "p", "settings": "s", "began": True}) + "\\n")
+    tell(what="all collectives ring ll", patience=1)
+    if mode == "hang": time.sleep(60)
+    sys.exit("Fatal: the card is on fire")
+faster = {"NCCL_BUFFSIZE=262144": 0.9, "NCCL_MIN_NCHANNELS=16": 0.95}
+default = 0.1
+for name, value in seen.items(): default *= faster.get(f"{name}={value}", 1.0)
+tunes = request["minutes"] > 0
+plan = Path(os.environ["PLAN"]).read_text()
+Path(request["out"]).write_text(plan)
+section = json.loads(plan)["tuning"]
+if not tunes: section["collectives"] = []
+key = "all-gather 512B 2x1 groups=1 nccl"
+seconds = {"NCCL's defaults": default}
+maps = [{"channels": n, "chunk": 4194304, "communication": 0.01 / n, "computation": 0.02 + n / 1e3,
+         "whole": max(0.01 / n, 0.02 + n / 1e3)} for n in (1, 2, 4, 8)]
+if tunes:
+    seconds |= {"one setting for all": 0.98 * default, "each alone": 1.01 * default, "dhelix": 0.95 * default}
+body = {"body": "0" * 16, "name": "both strands: 4 collectives", "runs": 12, "kind": "ring simple",
+        "collectives": [["0" * 16, key, 1]], "default": {"collectives": [0.01], "computations": [0.02], "whole": 0.024},
+        "map": maps}
+tell(finished={"seconds": seconds, "gain": 1 / 0.95, "noise": 0.003, "measured": 31 if tunes else 0, "spent": 12.0,
+               "notes": ["settings that failed count as slow: one"] if failed else [],
+               "bodies": [body] if tunes else [], "tuning": section})
+"""
+ROW = TunedCollective("0" * 16, "all-gather 512B 2x1 groups=1 nccl", 1, NcclSetting("ring", "simple", 4))
+TARGET = PlanTarget.of("H100", "no-p2p", "connections1", 2)
+PLAN = Plan("a step", TARGET, tuning=CollectiveSettings("2.28", 2, (ROW,), 1e5, 0.95e5))
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(workers, "gpus_here", lambda: ("NVIDIA H100", 2))
+    plan_files.save(PLAN, tmp_path / "a plan")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setenv("PLAN", str(tmp_path / "a plan"))
+    for name in ("WORKER_MODE", *VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+
+
+def dhelix_tune(tmp_path: Path, *arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", "--preset=llama-demo", "--records", str(tmp_path / "records"), *map(str, arguments)])
+    return stopped.value.code or 0  # type: ignore[return-value]
+
+
+def seen(tmp_path: Path) -> list[Any]:
+    return [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+
+
+def test_the_process_is_tuned_first_then_each_collective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, png = tmp_path / "plan.json", tmp_path / "map.png"
+    assert dhelix_tune(tmp_path, "--link=no-p2p", "--skew=1", "--out", out, "--picture", png) == 0
+    runs = seen(tmp_path)
+    assert all(run["environment"]["NCCL_P2P_DISABLE"] == "1" for run in runs)
+    assert all(run["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" for run in runs)
+    assert [run["request"]["minutes"] > 0 for run in runs] == [False] * (len(runs) - 1) + [True]
+    assert runs[-1]["environment"]["NCCL_BUFFSIZE"] == "262144"
+    assert runs[-1]["environment"]["NCCL_MIN_NCHANNELS"] == "16" and "NCCL_NTHREADS" not in runs[-1]["environment"]
+    assert runs[-1]["request"]["options"] == {"skew": 1} and runs[-1]["request"]["preset"]["preset"] == "llama-demo"
+    text = capsys.readouterr().out
+    assert "81.2 ms instead of 100.0 ms: 1.231 x, of which 1.193 x by settings of the whole process and 1.032 x" in text
+    assert "both strands: 4 collectives" in text and "ring" in text
+    assert plan_files.load(out).tuning is not None and png.stat().st_size
+
+
+def test_results_are_also_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_tune(tmp_path, "--noprocess", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["setting"] == "connections1" and row["seconds"]["dhelix"] == pytest.approx(0.095)
+
+
+def test_the_fastest_launch_setting_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_tune(tmp_path, "--noprocess", "--settings=default,small-buffers") == 0
+    runs = seen(tmp_path)
+    assert [run["environment"].get("NCCL_BUFFSIZE") for run in runs] == [None, "262144", "262144"]
+
+
+@pytest.mark.parametrize("mode", ["hang", "crash"])
+def test_a_measurement_that_fails_is_marked_and_tuning_goes_on(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORKER_MODE", mode)
+    assert dhelix_tune(tmp_path, "--noprocess") == 0
+    text = capsys.readouterr().out
+    why = "no answer for 1 s" if mode == "hang" else "ended with status 1 (Fatal: the card is on fire)"
+    assert why in text and "settings that failed count as slow" in text
+    assert len(seen(tmp_path)) == 2
+
+
+def test_a_failure_outside_of_a_measurement_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORKER_MODE", "early")
+    assert dhelix_tune(tmp_path, "--noprocess") == 1
+    assert "setting connections1: the process ended with status 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--settings=fast"], "--settings fast is unknown"),
+        (["--mesh=tp=4"], "the step needs 4 GPUs, but there are 2"),
+        (["--plan=none.json"], "none.json: cannot be read"),
+        (["--out=/nowhere/plan.json"], "there is no such folder"),
+        (["more"], "is not a flag"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_error(
+    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dhelix_tune(tmp_path, *arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_without_gpus_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers, "gpus_here", lambda: ("", 0))
+    assert dhelix_tune(tmp_path) == 1
+    assert "this machine has none; run it there" in capsys.readouterr().err
+
+
+def test_the_search_over_processes_keeps_what_the_user_set_and_survives_failures() -> None:
+    tried: list[Mapping[str, str]] = []
+
+    def evaluate(environment: Mapping[str, str]) -> float:
+        tried.append(environment)
+        if environment.get("NCCL_MIN_NCHANNELS") == "32":
+            return math.inf
+        return 1.0 - 0.1 * ("NCCL_MIN_NCHANNELS" in environment)
+
+    found = search(evaluate, fixed={"NCCL_BUFFSIZE"})
+    assert dict(found.environment) == {"NCCL_MIN_NCHANNELS": "8"} and found.seconds == 0.9
+    assert not any("NCCL_BUFFSIZE" in environment for environment in tried) and len(found.tried) == len(tried)
+
+    def late(environment: Mapping[str, str]) -> float:
+        if environment:
+            raise StopIteration
+        return 1.0
+
+    assert dict(search(late).environment) == {}
