@@ -14,7 +14,7 @@ from dhelix.launch.shown import figures
 from dhelix.launch.shown.figures import ALPHA, BETA, GREY, INK
 
 _MOST = 4  # panels: the longest overlaps of a step
-_LINES = (("communication", BETA), ("computation", ALPHA), ("whole", INK))
+_LINES = (("communication", BETA, "-"), ("computation", ALPHA, "-"), ("whole", INK, ":"))
 _WORDS = {"communication": "collectives", "computation": "computation", "whole": "both together"}
 
 
@@ -27,8 +27,8 @@ def save(result: Mapping[str, Any], path: str | Path, title: str) -> None:
     metadata = figures.chart_metadata(path)
     bodies = [body for body in result["bodies"] if body["map"]][:_MOST]
     with figures.drawing({"font.size": 9, "svg.hashsalt": "dhelix"}) as Figure:
-        figure = Figure(figsize=(4.2 * max(len(bodies), 1), 3.8), dpi=160, layout="constrained")
-        figure.suptitle(title, fontweight="bold", fontsize=10)
+        figure = Figure(figsize=(max(4.2 * len(bodies), 7.0), 4.0), dpi=160, layout="constrained")
+        figure.suptitle(title, fontweight="bold", fontsize=10, wrap=True)
         axes: Any = figure.subplots(1, max(len(bodies), 1), squeeze=False)
         for axis, body in zip(axes[0], bodies, strict=False):
             _draw(axis, body)
@@ -46,11 +46,18 @@ def _draw(axis: Any, body: Mapping[str, Any]) -> None:
     for n, chunk in enumerate(chunks):
         line = sorted((row for row in rows if row["chunk"] == chunk), key=lambda row: row["channels"])
         channels = [row["channels"] for row in line]
-        for name, colour in _LINES:
+        for name, colour, style in _LINES:
             shown = {"label": _WORDS[name]} if chunk == chunks[-1] else {}
             strength = (n + 1) / len(chunks)
             axis.plot(
-                channels, [1e3 * row[name] for row in line], "o-", ms=3, lw=1.2, color=colour, alpha=strength, **shown
+                channels,
+                [1e3 * row[name] for row in line],
+                f"o{style}",
+                ms=3,
+                lw=1.4,
+                color=colour,
+                alpha=strength,
+                **shown,
             )
     default = body["default"]
     axis.axhline(1e3 * default["whole"], color=GREY, lw=0.9, ls=(0, (4, 3)))

@@ -1,5 +1,6 @@
 """Finds the collectives of a program that a plan's tuning section names, and the other way round.
 
+    bodies(module, target)[loop_body].describe()       "both strands: 8 collectives, 18 products, 2 attentions"
     identities(module, target)[all_gather.3]           ("5d0c5f7e0c1b7a52", "all-gather 67108864B 2x1 ...", 1)
     settings, missing = settings_of(plan, module)      {all_gather.3: ring simple, 4 channels}, []
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
-from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.tuning.collective_settings import NcclSetting, TunedCollective
@@ -22,20 +23,25 @@ type Identity = tuple[str, str, int]
 """Fingerprint of the computation, key of the collective, and its number among those with this key, from 1."""
 
 
+def bodies(module: HloModule, target: PlanTarget) -> dict[Computation, PlanOperators]:
+    """The computations of a scheduled module with collectives that NCCL asks about, in the order of the module."""
+    per_node = describe(target.hardware, target.link, target.gpus_per_node).gpus_per_node
+    keys = OperatorKeys(per_node, target.implementation)
+    asked = (c for c in module.computations if any(map(questions, module.schedule.get(c, ()))))
+    return {computation: PlanOperators(computation, keys) for computation in asked}
+
+
 def identities(module: HloModule, target: PlanTarget) -> dict[Instruction, Identity]:
-    """The identity of each collective of a scheduled module that NCCL asks about, in the order of the module.
+    """The identity of each collective of a scheduled module that NCCL asks about, in launch order of each computation.
 
     If computations have the same fingerprint, their collectives have the same identities, and so the same settings.
     """
-    per_node = describe(target.hardware, target.link, target.gpus_per_node).gpus_per_node
-    keys = OperatorKeys(per_node, target.implementation)
-    found: dict[Instruction, Identity] = {}
-    for computation in module.computations:
-        asked = [i for i in module.schedule.get(computation, ()) if questions(i)]
-        if asked:
-            operators = PlanOperators(computation, keys)
-            found |= {i: (operators.fingerprint, *operators.identities[i]) for i in asked}
-    return found
+    return {
+        instruction: (operators.fingerprint, *operators.identities[instruction])
+        for computation, operators in bodies(module, target).items()
+        for instruction in module.schedule[computation]
+        if questions(instruction)
+    }
 
 
 def settings_of(plan: Plan, module: HloModule) -> tuple[dict[Instruction, NcclSetting], Sequence[TunedCollective]]:

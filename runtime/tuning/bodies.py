@@ -24,6 +24,7 @@ from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.analysis.execution import counted_trips, sequence_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.plans import tuned_collectives
 from dhelix.passes.plans.plan import PlanTarget
 from dhelix.passes.plans.tuned_collectives import Identity, identities
 from dhelix.profiles.channels.channel_model import Overlap
@@ -134,6 +135,9 @@ def bodies_of(module: HloModule, target: PlanTarget, trace: Trace, runs: Mapping
     """
     by_body: dict[str, dict[Computation, list[Instruction]]] = {}
     names = identities(module, target)
+    said = {
+        operators.fingerprint: operators.describe() for operators in tuned_collectives.bodies(module, target).values()
+    }
     for instruction, (fingerprint, *_) in names.items():
         by_body.setdefault(fingerprint, {}).setdefault(instruction.computation, []).append(instruction)
     sms = describe(target.hardware, target.link, target.gpus_per_node).sms
@@ -148,9 +152,9 @@ def bodies_of(module: HloModule, target: PlanTarget, trace: Trace, runs: Mapping
         pieces = _pieces(computation, names, trace)
         overlap = Overlap(tuple(_volume(i) for i in members), (math.inf,) * len(pieces), sms)
         identity = tuple(names[i] for i in members)
-        name = f"{computation.name}: {len(members)} collectives"
         empty = BodyTimes((), (), 0.0)
-        body = Body(fingerprint, name, total, identity, computation, tuple(members), pieces, overlap, empty)
+        place = said[fingerprint], total, identity, computation, tuple(members), pieces
+        body = Body(fingerprint, *place, overlap, empty)
         found.append(replace(body, default=times_of(body, trace)))
     return tuple(sorted(found, key=lambda b: (-b.runs * b.default.whole, b.fingerprint)))
 

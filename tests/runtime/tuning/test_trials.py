@@ -1,0 +1,162 @@
+"""Tuning a step in its process: a program on CPU devices, whose kernels and NCCL's questions are made up."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dhelix
+from dhelix.errors import DhelixError
+from dhelix.passes.analysis.execution import counted_trips, sequence_of
+from dhelix.passes.hlo import Computation, HloModule
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.plans import plan_files
+from dhelix.passes.tuning.launch_order import questions, sequences
+from dhelix.runtime.profiling.traces import executions
+from dhelix.runtime.profiling.traces.executions import Execution
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.tuning import plugin, trials, tune_step
+from dhelix.runtime.tuning.plugin import Asked, Counts, TunerError
+
+KERNEL = 1e-3
+"""Seconds of each kernel, and of a collective with one channel. Computation is not slowed down."""
+
+
+class Nccl:
+    """Plays the plugin and NCCL. It asks in the program's order, unless `odd` is set."""
+
+    def __init__(self) -> None:
+        self.tables: list[str] = []
+        self.module: HloModule | None = None
+        self.odd = self.unused = False
+
+    def load(self, table: str) -> None:
+        self.tables.append(table)
+
+    def record(self, _: int) -> None:
+        pass
+
+    def recorded(self) -> Sequence[Asked]:
+        assert self.module is not None
+        found = [
+            Asked(n, 2, question.kind, question.bytes, True)
+            for n, each in enumerate(sequences(self.module).values())
+            for question in each
+        ]
+        return found[1:] if self.odd else found
+
+    def counts(self) -> Counts:
+        return Counts(0 if self.unused else 2, 1, 1, 1, 0)
+
+    def channels(self) -> int:
+        """Channels of the first collective that has a setting; 8 by default."""
+        lines = [line.split() for line in self.tables[-1].splitlines() if line != "sequence"]
+        return next((int(line[5]) for line in lines if line[5] != "0"), 8)
+
+    def kernels(self, run: Callable[[], object], name: str) -> list[list[Execution]]:
+        """What a trace of two GPUs says, on each of which three steps run one kernel after the other."""
+        run()
+        assert self.module is not None and name == self.module.name
+        gpu: list[Execution] = []
+        now = 0.0
+        for _ in range(3):
+            for instruction in _running(self.module.entry):
+                asked = bool(questions(instruction))
+                seconds = KERNEL * (10.0 / self.channels() if asked else 1.0)
+                gpu.append(Execution(instruction.name, now, now + seconds))
+                now += seconds
+        return [gpu, gpu]
+
+
+def _running(computation: Computation) -> Iterator[Any]:
+    for instruction in sequence_of(computation):
+        if instruction.opcode in CONTROL_FLOW:
+            for _ in range(counted_trips(instruction)):
+                yield from _running(instruction.called[0])
+        elif instruction.opcode in ("fusion", "dot") or questions(instruction):
+            yield instruction
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    made = Nccl()
+    monkeypatch.setattr(plugin, "install", lambda: made)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tune_step, "nccl_version", lambda: "2.28.9")
+    monkeypatch.setattr(executions, "record_everywhere", made.kernels)
+    original = trials.compiled_module
+
+    def compiled_module(compiled: Any) -> HloModule:
+        made.module = original(compiled)
+        return made.module
+
+    monkeypatch.setattr(trials, "compiled_module", compiled_module)
+    return made
+
+
+def step_and_arguments(donate: bool = True) -> tuple[Any, tuple[Any, ...]]:
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tp",))
+    weights = jax.device_put(jnp.eye(16) * 0.5, NamedSharding(mesh, P(None, "tp")))
+    batch = jax.device_put(jnp.ones((4, 16)), NamedSharding(mesh, P()))
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(jax.lax.all_gather(x @ w, "tp", axis=1, tiled=True))
+
+    def train_step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def apply(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, 5, lambda _, x: layer(w, x), x)
+
+        out = jax.shard_map(apply, mesh=mesh, in_specs=(P(None, "tp"), P()), out_specs=P(), check_vma=False)(w, x)
+        return w * 0.9, jnp.sum(out)
+
+    return strand_interleave(train_step, passes=(), donate_argnums=0 if donate else ()), (weights, batch)
+
+
+def test_a_step_is_tuned_in_its_process(nccl: Nccl, tmp_path: Path) -> None:
+    step, arguments = step_and_arguments()
+    told: list[str] = []
+    out = tmp_path / "tuned.json"
+    tuned = dhelix.tune(step, *arguments, out=out, progress=told.append, records=tmp_path / "records", minutes=5)
+    (body,) = tuned.bodies
+    assert body.runs == 5 and len(body.collectives) == 1
+    assert body.default.collectives == pytest.approx((10.0 * KERNEL / 8,))
+    assert body.default.whole == pytest.approx(sum(body.default.collectives) + sum(body.default.computations))
+    settings = tuned.found.candidates["dhelix"]
+    assert {one.channels for one in settings.values()} == {32}  # the most channels are fastest, as nothing is slowed
+    assert plan_files.load(out) == tuned.plan and tuned.plan.target.link == "nvlink"
+    assert told[0] == "compiles the step" and json.dumps(tune_step.as_json(tuned))
+    assert re.match(r"(nothing gains|1 collectives have settings): ", str(tuned))
+    assert math.isfinite(tuned.gain) and arguments[0].is_deleted() is False
+
+
+def test_if_nccl_asks_otherwise_the_first_difference_is_said(nccl: Nccl) -> None:
+    step, arguments = step_and_arguments()
+    nccl.odd = True
+    with pytest.raises(
+        DhelixError, match="question 5 of 4 is the end of the step, where the program has all-gather of"
+    ):
+        dhelix.tune(step, *arguments)
+
+
+def test_if_nccl_does_not_use_the_plugin_the_error_says_why(nccl: Nccl) -> None:
+    step, arguments = step_and_arguments(donate=False)
+    nccl.unused = True
+    with pytest.raises(TunerError, match="made its communicators before"):
+        dhelix.tune(step, *arguments)
+
+
+def test_without_gpus_the_error_says_so() -> None:
+    step, arguments = step_and_arguments()
+    with pytest.raises(DhelixError, match="tuning needs GPUs, but this process runs on cpu"):
+        dhelix.tune(step, *arguments)
