@@ -130,9 +130,10 @@ class StepOptions(JitOptions):
         schedule: how operators are ordered on GPUs. "dp" pairs both strands by dynamic programming (DHelix section
             4.2). "list" schedules collectives by list scheduling. "xla" leaves the order of both strands to XLA.
             "intra_batch" orders a single micro-batch without strands.
-        plan: a plan of `dhelix plan` or `dhelix shard`, or its path. The plan's order replaces `schedule`. If the plan
-            does not fit the step, XLA's order stays and a line in the log says why. With `strict`, this is an error.
-            The plan's factors of model states stand for `sharding`, and its settings of collectives for `tuning`.
+        plan: a plan of `dhelix plan`, `dhelix shard` or `dhelix tune`, or its path. The plan's order replaces
+            `schedule`. If the plan does not fit the step, XLA's order stays and a line in the log says why. With
+            `strict`, this is an error. The plan's factors of model states stand for `sharding`, and its settings of
+            collectives for `tuning`.
         tuning: settings of collectives under NCCL: a plan of `dhelix tune`, or its path. If they do not fit the step or
             the machine, NCCL's defaults stay and a line in the log says why (docs/guide/tuning.md).
         profile: source of operator costs: "auto", a profile's path, a `Profile`, or None. "auto" is the shipped or the
