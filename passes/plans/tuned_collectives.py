@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dhelix.passes.analysis.execution import executions
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.plan import Plan, PlanTarget
@@ -27,7 +28,8 @@ def bodies(module: HloModule, target: PlanTarget) -> dict[Computation, PlanOpera
     """The computations of a scheduled module with collectives that NCCL asks about, in the order of the module."""
     per_node = describe(target.hardware, target.link, target.gpus_per_node).gpus_per_node
     keys = OperatorKeys(per_node, target.implementation)
-    asked = (c for c in module.computations if any(map(questions, module.schedule.get(c, ()))))
+    running = executions(module)  # the computation in an async pair does not count: the pair is one launch
+    asked = (c for c in module.computations if c in running and any(map(questions, module.schedule.get(c, ()))))
     return {computation: PlanOperators(computation, keys) for computation in asked}
 
 

@@ -105,7 +105,7 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         (edited(schema=3), "written by a newer dhelix"),
         (
             edited(schema=1),
-            "written by an older dhelix (schema 1; this one reads 2): make it again with `dhelix plan` or",
+            "written by an older dhelix (schema 1; this one reads 2): make it again with `dhelix plan`",
         ),
         (section("order", bodies=None), "plan.json: order.bodies: expected `array`"),
         (edited(extra=1), "unknown field `extra`"),

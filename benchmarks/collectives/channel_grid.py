@@ -1,0 +1,238 @@
+"""Measures contention on GPUs: overlaps under a grid of channels and chunks, and how well the channel model fits.
+
+    NCCL_P2P_DISABLE=1 python benchmarks/collectives/channel_grid.py --out benchmarks/results/channel_grid_no_p2p.json
+
+The overlaps are those of Lagom's section 3.2, 3.3 and 4.3, for the GPUs at hand:
+
+    ffn          an all-reduce of 32 MiB beside a feed-forward layer (figure 3)
+    h plot       2 all-reduces of 32 MiB beside 7 matrix products (figure 5)
+    pattern 1    an all-gather of a Phi-2 layer's weights beside the products of the layer before (FSDP, forward)
+    pattern 2    a reduce-scatter and an all-gather of them beside the products of a backward pass (FSDP)
+
+All collectives of an overlap start with its computation (`early_starts.py`).
+
+Chunks follow from the size of NCCL's buffers, which a process reads once: ring and Simple move half of a buffer at a
+time. So each chunk has a process of its own, and the tuner plugin sets channels in it. With several collectives, one of
+them also has other channels than the rest. The channel model is fitted to every other setting, and its error on the
+settings in between is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dhelix.benchmarks.collectives.early_starts import EarlyStarts
+from dhelix.benchmarks.pages.markdown import table
+from dhelix.passes.tuning.collective_settings import NcclSetting
+from dhelix.profiles.channels.channel_model import ChannelSetting, Overlap
+from dhelix.profiles.channels.model_fit import MeasuredTimes, errors, fit
+from dhelix.profiles.hardware import gpu_name
+from dhelix.runtime.processes.launch_settings import link_of, target_of
+from dhelix.runtime.profiling.provenance import provenance
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.tuning import plugin
+from dhelix.runtime.tuning.trials import StepTrials
+
+CHANNELS = (1, 2, 4, 8, 16, 24)
+BUFFERS = (262144, 1048576, 4194304, 8388608)
+"""Sizes of NCCL's buffers in bytes; the third is NCCL's own."""
+
+MIB = 1 << 20
+ROWS, HIDDEN, PHI_2 = 4096, 4096, 2560
+ROUNDS = 4
+
+type Program = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
+
+
+def programs(mesh: Mesh) -> dict[str, Program]:
+    """The overlaps as functions for `jax.jit`, and their arguments."""
+    n = mesh.size
+
+    def array(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def chain(x: jax.Array, w: jax.Array, count: int) -> jax.Array:
+        for _ in range(count):
+            x = jnp.tanh(x @ w)
+        return x
+
+    def reduced(*parts: jax.Array) -> list[jax.Array]:
+        return [lax.psum(part, "x") for part in parts]
+
+    def ffn(x: jax.Array, w: jax.Array, a: jax.Array) -> tuple[Any, ...]:
+        return chain(x, w, 3), reduced(a)
+
+    def h_plot(x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> tuple[Any, ...]:
+        return chain(x, w, 7), reduced(a, b)
+
+    def forward(x: jax.Array, w: jax.Array, part: jax.Array) -> tuple[Any, ...]:
+        return chain(x, w, 12), lax.all_gather(part, "x", tiled=True)
+
+    def backward(x: jax.Array, w: jax.Array, gradient: jax.Array, part: jax.Array) -> tuple[Any, ...]:
+        scattered = lax.psum_scatter(gradient, "x", tiled=True)
+        return chain(x, w, 24), scattered, lax.all_gather(part, "x", tiled=True)
+
+    def rounds(overlap: Callable[..., tuple[Any, ...]]) -> Callable[..., jax.Array]:
+        """Several overlaps, one after the other: each waits for all results of the one before."""
+
+        def one(_: jax.Array, operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            results = jax.tree.leaves(overlap(*operands))
+            seen = jnp.sum(jnp.stack([result.ravel()[0].astype(jnp.float32) for result in results])) * 1e-6
+            return tuple(o.at[(0,) * o.ndim].add(seen.astype(o.dtype)) for o in operands)
+
+        return lambda *operands: lax.fori_loop(0, ROUNDS, one, operands)
+
+    weights = 12 * PHI_2 * PHI_2
+    whole, part = array(P("x"), n * weights), array(P("x"), weights)  # the parts of all devices, one after the other
+    x, w = array(P("x"), n * ROWS, HIDDEN), array(P(), HIDDEN, HIDDEN)
+    y, v = array(P("x"), n * ROWS, PHI_2), array(P(), PHI_2, PHI_2)
+    message = array(P("x"), n * 16 * MIB)
+    shapes = {
+        "ffn": (ffn, (x, w, message)),
+        "h plot": (h_plot, (x, w, message, message)),
+        "pattern 1": (forward, (y, v, part)),
+        "pattern 2": (backward, (y, v, whole, part)),
+    }
+    found: dict[str, Program] = {}
+    for name, (overlap, arguments) in shapes.items():
+        specs = tuple(argument.sharding.spec for argument in arguments)
+        mapped = jax.shard_map(rounds(overlap), mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+        mapped.__name__ = name.replace(" ", "_")  # type: ignore[attr-defined]
+        found[name] = mapped, arguments
+    return found
+
+
+def measure(name: str, program: Program, chunk: int) -> dict[str, Any]:
+    """The times of an overlap under all channels, with the chunks of this process."""
+    function, shapes = program
+    arguments = tuple(jax.device_put(np.full(s.shape, 0.01, s.dtype), s.sharding) for s in shapes)
+    target = target_of(gpu_name(jax.devices()[0].device_kind), link_of(os.environ), len(jax.devices()))
+    step = strand_interleave(function, passes=(EarlyStarts(),), strict=True)
+    trials = StepTrials(step.lower(*shapes), arguments, target)
+    if trials.surprise:
+        raise SystemExit(f"{name}: {trials.surprise}")
+    (body, *_) = trials.bodies()
+    rows = []
+    for channels in settings(len(body.collectives)):
+        chosen = {
+            identity: NcclSetting("ring", "simple", each)
+            for identity, each in zip(body.collectives, channels, strict=True)
+        }
+        times = trials.times([body], chosen)[body.fingerprint]
+        rows.append({"channels": list(channels), "chunk": chunk, **asdict(times)})
+    waves = [wave if math.isfinite(wave) else None for wave in body.overlap.waves]
+    alone = asdict(body.default)
+    return {"overlap": name, "volumes": body.overlap.volumes, "waves": waves, "sms": body.overlap.sms,
+            "collectives": [list(identity) for identity in body.collectives], "default": alone,
+            "rows": rows}  # fmt: skip
+
+
+def settings(collectives: int) -> list[tuple[int, ...]]:
+    """Channels of each collective: equal ones, and one that differs from the others."""
+    equal = [(channels,) * collectives for channels in CHANNELS]
+    apart = [
+        tuple(channels if j == one else CHANNELS[0] for j in range(collectives))
+        for one in range(collectives)
+        for channels in CHANNELS[1:]
+    ]
+    return [*equal, *(apart if collectives > 1 else ())]
+
+
+def fitted(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The model's errors on settings that it was not fitted to, for one overlap.
+
+    Args:
+      parts: results of `measure`, one for each chunk.
+    """
+    first = parts[0]
+    waves = tuple(math.inf if wave is None else wave for wave in first["waves"])
+    overlap = Overlap(tuple(first["volumes"]), waves, first["sms"])
+    measured = [
+        MeasuredTimes(
+            tuple(ChannelSetting(channels, row["chunk"]) for channels in row["channels"]),
+            tuple(row["collectives"]),
+            tuple(row["computations"]),
+            whole=row["whole"],
+        )
+        for part in parts
+        for row in part["rows"]
+    ]
+    model = fit(overlap, measured[::2])
+    x, y = errors(model, measured[1::2])
+    wholes = [one.whole for one in measured]
+    computing = [sum(one.computations) for one in measured]
+    return {
+        "settings": len(measured),
+        "held out": len(measured[1::2]),
+        "collectives, median error": float(np.median(np.abs(x))),
+        "collectives, 90 %": float(np.quantile(np.abs(x), 0.9)),
+        "computation, median error": float(np.median(np.abs(y))),
+        "computation, 90 %": float(np.quantile(np.abs(y), 0.9)),
+        "longest over shortest computation": max(computing) / min(computing),
+        "longest over shortest overlap": max(wholes) / min(wholes),
+        "default over shortest overlap": first["default"]["whole"] / min(wholes),
+        "links": asdict(model.links),
+        "bandwidth": asdict(model.bandwidth),
+        "memory": list(model.memory),
+    }
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The table of a result file."""
+    heads = ["overlap", *next(iter(found["fits"].values()))][:-3]
+    rows = [[name, *(_cell(each[head]) for head in heads[1:])] for name, each in found["fits"].items()]
+    return table(heads, rows)
+
+
+def _cell(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.3f}" if value >= 1.0 else f"{value:.1%}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--overlaps", default="", help="names, separated by commas; all if not given")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        plugin.install()
+        every = programs(Mesh(np.array(jax.devices()), ("x",)))
+        names = [name for name in options.overlaps.split(",") if name] or list(every)
+        parts = [measure(name, every[name], options.worker // 2) for name in names]
+        print(json.dumps({"on": asdict(provenance()), "parts": parts}))
+        return
+    found: dict[str, list[Any]] = {}
+    for buffer in BUFFERS:
+        command = [sys.executable, __file__, f"--worker={buffer}", f"--overlaps={options.overlaps}", "--out=-"]
+        environment = {**os.environ, "NCCL_BUFFSIZE": str(buffer)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            print(f"buffers of {buffer} bytes: {done.stderr.strip()[-800:]}", file=sys.stderr, flush=True)
+            continue
+        record = json.loads(done.stdout.splitlines()[-1])
+        for part in record["parts"]:
+            found.setdefault(part["overlap"], []).append(part)
+        fits = {name: fitted(each) for name, each in found.items()}
+        results = {"on": record["on"], "parts": found, "fits": fits}
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(markdown(json.loads(options.out.read_text())))
+
+
+if __name__ == "__main__":
+    main()
