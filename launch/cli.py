@@ -2,6 +2,7 @@
 
     flags.py      USAGE: str, which `dhelix <command> --help` prints above the flags
                   define_flags(values: flags.FlagValues) -> None, which defines flags on `values`, not on absl's FLAGS
+                  split(values, arguments) -> (own arguments, a program with its arguments), if it runs one
     command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None, with the positional `arguments`
 
 Both modules are imported only when their command is called. `flags.py` is imported first, so `--help` and the error
@@ -37,6 +38,7 @@ class Command:
 
 
 COMMANDS = {
+    "run": Command("run a training program that nobody decorated, with its steps as interleaved strands"),
     "train": Command("train a language model, plain or with interleaved strands"),
     "profile": Command("measure what one train step's operators and collectives cost"),
     "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
@@ -108,8 +110,11 @@ def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.F
     more = "also show what each pass did, and more log lines on stderr"
     flags.DEFINE_bool("verbose", False, more, short_name="v", flag_values=values)
     module.define_flags(values)
+    program: list[str] = []
+    if hasattr(module, "split"):  # what follows is another program's, so it is not parsed
+        arguments, program = module.split(values, arguments)
     try:
-        positional = values(["dhelix", *map(_with_underscores, arguments)])[1:]
+        positional = [*values(["dhelix", *map(_with_underscores, arguments)])[1:], *program]
     except flags.Error as error:
         _fail(f"{_plain_words(_one_line(error))}; see `dhelix {name} --help`", name, status=2)
     if values["help"].value:

@@ -7,17 +7,20 @@ them: for example, `dhelix.runtime.compiler.lowering` handles lowered programs.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import config, distributed, pjit
+from jax._src.interpreters import pxla
 from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
@@ -179,6 +182,68 @@ def _computation(lowered: jax.stages.Lowered) -> Any:
             f" (jax {jax.__version__}; dhelix supports jax >= 0.11.2 and < 0.13)"
         )
     return computation
+
+
+def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compiled | None]) -> Callable[[], None]:
+    """Calls `change` with each program that JAX is about to compile, whichever library jitted it.
+
+    All jitted functions become executables in `MeshComputation.compile`. If `change` returns None, the program compiles
+    as without this function. Otherwise what it returns runs instead. Programs that are marked (`mark_known`), and those
+    that are compiled with options of their own, are not offered.
+
+    Returns:
+      A function that undoes this.
+
+    Raises:
+      DhelixError: this jax has no such place.
+    """
+    kind: Any = getattr(pxla, "MeshComputation", None)
+    original: Any = getattr(kind, "compile", None)
+    if (
+        original is None
+        or not {"compiler_options", "device_assignment"} <= inspect.signature(original).parameters.keys()
+    ):
+        raise DhelixError(
+            f"jax {jax.__version__} compiles programs at another place than dhelix knows, so only decorated steps are "
+            "interleaved; use jax >= 0.11.2 and < 0.13"
+        )
+
+    @functools.wraps(original)
+    def compile_(self: Any, *args: Any, **options: Any) -> Any:
+        offered = not args and not any(value is not None for value in options.values())
+        if not offered or self._executable is not None or getattr(self, _KNOWN, False):
+            return original(self, *args, **options)
+        compiled: Any = change(jax.stages.Lowered(self, None, None))  # pyright: ignore[reportArgumentType]
+        if compiled is None:
+            return original(self, *args, **options)
+        self._executable = compiled._executable
+        return self._executable
+
+    kind.compile = compile_
+
+    def undo() -> None:
+        if kind.compile is compile_:
+            kind.compile = original
+
+    return undo
+
+
+def mark_known(lowered: jax.stages.Lowered) -> None:
+    """Keeps a program, and all copies of it that are made later, away from `catch_compilations`."""
+    setattr(_computation(lowered), _KNOWN, True)
+
+
+_KNOWN = "_dhelix_known"
+
+
+def program_name(lowered: jax.stages.Lowered) -> str:
+    """The name under which JAX compiles a program, such as `jit_train_step`."""
+    return str(_computation(lowered)._name)
+
+
+def bytecode(lowered: jax.stages.Lowered) -> bytes:
+    """The program as MLIR bytecode, which also holds the names of operations and arguments."""
+    return mlir.module_to_bytecode(stablehlo_module(lowered))
 
 
 def kept_arguments(lowered: jax.stages.Lowered) -> list[int]:

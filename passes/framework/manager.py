@@ -10,12 +10,14 @@ The compiler hook that calls the manager is in `dhelix.runtime.compiler.registra
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -283,10 +285,25 @@ class _Attempt:
 
 
 _said: set[tuple[str, ...]] = set()
+_listener: ContextVar[list[str] | None] = ContextVar("listener", default=None)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collects the lines of `say_once`, which are then not logged."""
+    lines: list[str] = []
+    token = _listener.set(lines)
+    try:
+        yield lines
+    finally:
+        _listener.reset(token)
 
 
 def say_once(message: str, key: tuple[str, ...]) -> None:
     """Logs a warning, once per `key` in this process. In a job of several processes, only process 0 logs."""
+    if (lines := _listener.get()) is not None:
+        lines.append(message)
+        return
     if key in _said:
         return
     _said.add(key)

@@ -87,6 +87,7 @@ class Specialization:
           before: the report of the pass that sharded its states, if they are sharded.
         """
         self.original = original
+        jax_compat.mark_known(original)
         self._before = () if before is None else (before,)
         self.lowered = original
         self.left_alone = False

@@ -87,10 +87,10 @@ def interleaved(function: Callable[..., Any], options: StepOptions) -> Interleav
     _check_pipeline(options)
     if options.matmuls != OFF and not (jax_compat.is_jitted(step) or is_nnx_jitted(step)):
         options = options.but(compiler_options={**calls_outside_graphs(os.environ), **(options.xla or {})})
-    return InterleavedStep(step, _loaded(options), front=front)
+    return InterleavedStep(step, loaded(options), front=front)
 
 
-def _loaded(options: StepOptions) -> StepOptions:
+def loaded(options: StepOptions) -> StepOptions:
     """Returns `options` with the content of the plan and the profile instead of their paths, and with its sections.
 
     Raises DhelixError if a file cannot be read.

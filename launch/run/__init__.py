@@ -1,0 +1,1 @@
+"""`dhelix run`: runs a training program that nobody decorated."""

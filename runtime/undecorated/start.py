@@ -1,0 +1,63 @@
+"""Begins to look at the programs of a process: at once, or as soon as the process imports jax.
+
+A process that never imports jax, such as one that loads data, pays nothing. If something is wrong, the user's program
+runs as without dhelix, and one line says what. This module does not import jax.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from dhelix.errors import DhelixError
+
+
+def now() -> None:
+    """Begins at once, with the policy of the environment."""
+    from dhelix.runtime.undecorated import catch, policy
+
+    try:
+        catch.install(policy.loads(os.environ.get(policy.VARIABLE, "")))
+    except DhelixError as error:
+        print(f"dhelix run: {error}", file=sys.stderr)
+
+
+def when_jax_is_imported() -> None:
+    """Begins right after this process has imported jax."""
+    if "jax" in sys.modules:
+        now()
+    else:
+        sys.meta_path.insert(0, _Finder(now))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds jax as the other finders do, and calls a function once it is imported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "jax":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("jax")
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            loader.exec_module = original
+            original(module)
+            self._then()
+
+        loader.exec_module = exec_module
+        return spec
