@@ -237,8 +237,8 @@ _KNOWN = "_dhelix_known"
 
 
 def program_name(lowered: jax.stages.Lowered) -> str:
-    """The name under which JAX compiles a program, such as `jit_train_step`."""
-    return str(_computation(lowered)._name)
+    """The name of a program's module, such as `jit_train_step`."""
+    return mlir.ir.StringAttr(stablehlo_module(lowered).operation.attributes["sym_name"]).value
 
 
 def bytecode(lowered: jax.stages.Lowered) -> bytes:

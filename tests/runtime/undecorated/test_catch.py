@@ -1,0 +1,152 @@
+"""Programs that nobody decorated, in this process: they train as before, and steps among them become strands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dhelix.passes import jax_compat
+from dhelix.runtime.step import specialization
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.undecorated.catch import Catch
+from dhelix.runtime.undecorated.policy import Policy
+from dhelix.runtime.undecorated.seen import CHANGED, FAILED, LEFT_ALONE
+from dhelix.tests.runtime import steps
+from dhelix.tests.runtime.undecorated import trainers
+
+type Catching = Callable[..., Catch]
+
+
+@pytest.fixture
+def catching() -> Iterator[Catching]:
+    made: list[Catch] = []
+
+    def catch(**policy: Any) -> Catch:
+        made.append(Catch(Policy(**policy)))
+        return made[-1]
+
+    yield catch
+    for one in reversed(made):
+        one.undo()
+
+
+SLOW = ("filtered_jit", "nnx_in_place")
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in trainers.TRAINERS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trainer_trains_the_same_and_its_step_is_interleaved(name: str, catching: Catching) -> None:
+    plain = trainers.TRAINERS[name]()
+    catch = catching()
+    assert trainers.TRAINERS[name]() == plain
+    changed = [one for one in catch.seen if one.outcome == CHANGED]
+    assert changed and "two strands over 3 layers, 4 micro-batches" in changed[0].why[0]
+    assert all(one.outcome == CHANGED for one in catch.seen)
+    assert f"{len(changed)} of {len(catch.seen) + catch.others} programs" in catch.report()
+
+
+def test_accumulation_across_calls_is_recognized(catching: Catching) -> None:
+    plain = trainers.across_calls()
+    catch = catching()
+    assert trainers.across_calls() == plain
+    (left, *_) = catch.seen
+    assert left.outcome == LEFT_ALONE
+    assert "gradients are accumulated across calls by optax.MultiSteps: give all micro-batches of an" in left.why[0]
+    assert "jit_step" in catch.report() and "left alone" in catch.report()
+
+
+def compiled_bytes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[bytes]:
+    """What the compiler gets while `run` runs."""
+    from jax._src import compiler
+
+    seen: list[bytes] = []
+    original = compiler.compile_or_get_cached
+
+    def compile_or_get_cached(backend: Any, computation: Any, *args: Any, **options: Any) -> Any:
+        seen.append(jax_compat.mlir.module_to_bytecode(computation))
+        return original(backend, computation, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "compile_or_get_cached", compile_or_get_cached)
+        run()
+    return seen
+
+
+def test_programs_without_a_step_compile_from_the_same_bytes(
+    catching: Catching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = trainers._mesh(data=8)
+
+    def programs() -> None:
+        x = jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P("data")))
+        jax.jit(lambda x: jnp.sum(jnp.tanh(x @ x.T)))(x).block_until_ready()
+        jax.jit(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x.T))))(x).block_until_ready()
+        jax.jit(jax.grad(lambda x: jnp.sum(x**3)))(jnp.ones(4)).block_until_ready()
+
+    programs()  # what JAX compiles once in a process
+    found = []
+    for catches in (False, True):  # one line, because programs name the lines that lead to them
+        catch = catching() if catches else None
+        found.append(compiled_bytes(monkeypatch, programs))
+    assert found[0] == found[1] and len(found[0]) >= 3 and catch is not None
+    assert [one.outcome for one in catch.seen] == [LEFT_ALONE] and catch.others >= 2
+
+
+def test_a_decorated_step_is_not_changed_twice(catching: Catching) -> None:
+    catch = catching()
+    step, state, batch = steps.STEPS["plain_pytree"]()
+    decorated = strand_interleave(step, microbatches=2)
+    decorated(state, batch)
+    assert decorated.report(state, batch)["strand-duplication"].changed and not catch.seen
+    alone = strand_interleave(step, passes=())
+    alone(state, batch)
+    assert not catch.seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "changed"),
+    [
+        ({"only": ("train_*",)}, True),
+        ({"only": ("step",)}, False),
+        ({"skip": ("train_step",)}, False),
+        ({"only": ("*",), "skip": ("eval",)}, True),
+    ],
+)
+def test_names_choose_programs(policy: dict[str, Any], changed: bool, catching: Catching) -> None:
+    catch = catching(**policy)
+    trainers.ahead_of_time()
+    (found,) = catch.seen
+    assert found.outcome == (CHANGED if changed else LEFT_ALONE)
+    assert changed or found.why == ("the options of dhelix run leave it out",)
+
+
+def test_options_reach_the_passes(catching: Catching) -> None:
+    catch = catching(options={"schedule": "xla"}, functions={"train_*": {"max_in_flight": 1}})
+    trainers.ahead_of_time()
+    assert catch.seen[0].outcome == FAILED and "schedule='xla' cannot keep to max_in_flight" in catch.seen[0].why[0]
+
+
+def test_whatever_fails_in_dhelix_the_program_goes_on(catching: Catching, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room\nfor this")
+
+    monkeypatch.setattr(specialization, "Specialization", fails)
+    plain = trainers.ahead_of_time()
+    catch = catching()
+    assert trainers.ahead_of_time() == plain
+    (found,) = catch.seen
+    assert (found.outcome, found.why) == (FAILED, ("MemoryError: no room for this",))
+
+
+def test_dhelix_off_leaves_everything_alone(catching: Catching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DHELIX", "off")
+    catch = catching()
+    trainers.ahead_of_time()
+    (found,) = catch.seen
+    assert found.outcome == LEFT_ALONE and found.why == ("dhelix is switched off by DHELIX=off",)
