@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,20 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that is logged once in a process is logged again in each test. So the order of tests does not matter."""
     if manager := sys.modules.get("dhelix.passes.framework.manager"):
         monkeypatch.setattr(manager, "_said", set())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="K/N: run only each N-th of the slow tests, those of part K")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the slow tests of other parts. A test's part follows from its name, so each test is in one part."""
+    if config.option.part is None:
+        return
+    part, parts = map(int, config.option.part.split("/"))
+    other = [i for i in items if i.get_closest_marker("slow") and zlib.crc32(i.nodeid.encode()) % parts != part % parts]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if item not in set(other)]
 
 
 def pytest_collection_finish() -> None:
