@@ -213,7 +213,9 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
         offered = not args and not any(value is not None for value in options.values())
         if not offered or self._executable is not None or getattr(self, _KNOWN, False):
             return original(self, *args, **options)
-        compiled: Any = change(jax.stages.Lowered(self, None, None))  # pyright: ignore[reportArgumentType]
+        infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
+        lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
+        compiled: Any = change(lowered)
         if compiled is None:
             return original(self, *args, **options)
         self._executable = compiled._executable

@@ -45,16 +45,20 @@ def text(seen: Sequence[Seen], others: int) -> str:
     changed = [one for one in seen if one.outcome == CHANGED]
     runs = "runs" if len(changed) == 1 else "run"
     lines = [f"dhelix run: {len(changed)} of {len(seen) + others} programs {runs} as two strands"]
-    for one in changed:
-        first, *rest = one.why
-        lines += [f"  {first}", *(f"    {line}" for line in rest)]
+    programs = Counter(one.why[:1] for one in changed)  # a step is compiled anew for other shapes and shardings
+    for (first,), count in programs.items():
+        rest = next(one.why[1:] for one in changed if one.why[0] == first)
+        lines += [f"  {first}{_times(count)}", *(f"    {line}" for line in rest)]
     left = Counter((one.name, one.outcome, one.why[:1]) for one in seen if one.outcome != CHANGED)
     for (name, outcome, why), count in left.items():
-        times = f" ({count} x)" if count > 1 else ""
-        lines.append(f"  {name}{times}: {outcome}: {' '.join(why)}")
+        lines.append(f"  {name}{_times(count)}: {outcome}: {' '.join(why)}")
     if others:
         lines.append(f"  {others} others: on one device, or without gradients")
     return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return f" ({count} x)" if count > 1 else ""
 
 
 def write(seen: Sequence[Seen], others: int, path: Path) -> None:

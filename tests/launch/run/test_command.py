@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,61 @@ def test_a_program_trains_the_same_and_the_report_says_what_changed(tmp_path: Pa
     assert "1 of" in done.stderr and "jit_train_step: two strands over 3 layers, 4 micro-batches" in done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert [one["name"] for one in report["programs"] if one["outcome"] == "interleaved"] == ["jit_train_step"]
+
+
+JOB = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
+mesh = Mesh(np.array(jax.devices()), ("dp",))
+
+def array(shape, spec, seed):
+    values = np.asarray(np.random.default_rng(seed).normal(size=shape) * 0.1, np.float32)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+def loss_fn(w, x):
+    h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, w)
+    return jnp.mean((h - 1) ** 2)
+
+@jax.jit
+def train_step(w, batch):
+    def one(carry, x):
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss_fn)(w, x)), None
+    (loss, grads), _ = jax.lax.scan(one, (0.0, jnp.zeros_like(w)), batch)
+    return w - 0.1 * grads, loss
+
+w = array((3, 16, 16), P(), 0)
+for step in range(3):
+    w, loss = train_step(w, array((4, 16, 16), P(None, "dp"), step))
+    print("loss", float(loss))
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_job_interleave_the_same_step(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
+
+    def losses(*before: str) -> tuple[list[str], str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *before, "job.py", str(n), address],
+                cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for n in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=300) for process in processes]
+        lines = [[line for line in out.splitlines() if line.startswith("loss")] for out, _ in said]
+        assert lines[0] == lines[1] and len(lines[0]) == 3, said
+        return lines[0], said[0][1]
+
+    plain, _ = losses()
+    found, report = losses("-m", "dhelix", "run")
+    assert found == plain and "jit_train_step: two strands over 3 layers, 4 micro-batches" in report
 
 
 @pytest.mark.parametrize(
