@@ -83,6 +83,20 @@ def test_an_interrupted_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert again.plan == first.plan and rest.count < whole.count - 15
 
 
+def test_if_nccls_own_channels_are_fastest_only_the_kind_is_set() -> None:
+    class Dear(SimulatedStep):
+        """Any number of channels takes longer than NCCL's own."""
+
+        def times(self, bodies: Any, settings: Any) -> Any:
+            factor = {body.fingerprint: 0.5 for body in bodies}
+            for (name, *_), one in settings.items():
+                factor[name] = 0.9 if one.channels else 0.7 if (one.algorithm, one.protocol) == KINDS[1] else 1.0
+            return {b.fingerprint: replace(b.default, whole=factor[b.fingerprint] * b.default.whole) for b in bodies}
+
+    found = tuned(Dear()).found
+    assert {(s.algorithm, s.protocol, s.channels) for s in found.candidates[TUNED].values()} == {(*KINDS[1], 0)}
+
+
 def test_records_of_overlaps_that_were_cut_otherwise_are_measured_again(tmp_path: Path) -> None:
     """How computation is cut into pieces follows from a trace, so it may differ in the run that goes on."""
 
