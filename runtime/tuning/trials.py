@@ -23,7 +23,7 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.execution import executions as runs_of
-from dhelix.passes.framework.fingerprint import of_bytes
+from dhelix.passes.framework.fingerprint import module_fingerprint, of_bytes
 from dhelix.passes.plans.plan import PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
 from dhelix.passes.tuning.launch_order import sequences
@@ -78,8 +78,8 @@ class StepTrials:
 
     @property
     def key(self) -> str:
-        """A digest of the program, by which its trials are found again."""
-        return of_bytes(self.module.to_bytes())
+        """A digest of the program, by which its trials are found again, also by another process."""
+        return module_fingerprint(self.module.to_bytes())
 
     @property
     def devices(self) -> int:

@@ -144,6 +144,15 @@ def test_a_step_is_tuned_in_its_process(nccl: Nccl, tmp_path: Path) -> None:
     assert nccl.tables[-1] == ""  # afterwards, the process has the settings that it had before
 
 
+def test_a_program_is_found_again_whatever_was_compiled_before_it(nccl: Nccl) -> None:
+    keys = set()
+    for _ in range(2):
+        jax.clear_caches()
+        step, arguments = step_and_arguments()
+        keys.add(trials.StepTrials(step.lower(*arguments), arguments, PlanTarget()).key)
+    assert len(keys) == 1
+
+
 def test_a_step_with_a_static_argument_is_tuned(nccl: Nccl) -> None:
     step, arguments = step_and_arguments()
     made = strand_interleave(lambda n, *rest: step.__wrapped__(*rest), passes=(), static_argnums=0, donate_argnums=1)
