@@ -29,6 +29,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch import workers
 from dhelix.launch.defaults import INTERRUPTED
 from dhelix.launch.profile.step import gpus_of_mesh
+from dhelix.launch.shown import figures
 from dhelix.launch.shown.progress import say
 from dhelix.launch.train import step_flags
 from dhelix.launch.tune import picture, processes, tables
@@ -40,6 +41,7 @@ from dhelix.passes.framework.fingerprint import of_bytes
 from dhelix.passes.plans import plan_files
 from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.tuning.records import read
 from dhelix.runtime.tuning.step_search import DEFAULTS
 
 _RECORDS = Path("~/.cache/dhelix/tuning")
@@ -89,6 +91,7 @@ class _Tuning:
         told = json.dumps([self._preset, self._options, chosen["link"]], sort_keys=True)
         name = f"{chosen['preset']}-{of_bytes(told.encode())}.jsonl"
         self.records = Path(chosen["records"]) if chosen["records"] else _RECORDS.expanduser() / name
+        read(self.records)  # so that a file that cannot be read is an error at once
         if chosen["force"]:
             self.records.unlink(missing_ok=True)
 
@@ -109,6 +112,8 @@ class _Tuning:
                 try:
                     rows.append(self._row(best, tried, 0.0))
                 except DhelixError as error:
+                    if not tried:
+                        raise  # the step itself does not run
                     say(self._console, f"{tried}: {error}")
                     return math.inf
                 return rows[-1].seconds[DEFAULTS]
@@ -170,6 +175,10 @@ def _check(chosen: Mapping[str, Any], arguments: list[str]) -> None:
         plan_files.load(chosen["plan"])
     if chosen["out"] and not Path(chosen["out"]).absolute().parent.is_dir():
         raise DhelixError(f"{chosen['out']}: there is no such folder; choose another place for the plan")
+    if chosen["out"] and Path(chosen["out"]).is_dir():
+        raise DhelixError(f"{chosen['out']} is a folder; name a file for the plan")
+    if chosen["picture"]:
+        figures.chart_metadata(chosen["picture"])
     needed, (_, count) = gpus_of_mesh(chosen["mesh"]) * chosen["pp"], workers.gpus_here()
     if count < 2:
         raise DhelixError(f"tuning measures collectives on GPUs, and this machine has {count or 'none'}; run it there")

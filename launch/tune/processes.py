@@ -20,7 +20,7 @@ from dhelix.launch import workers
 from dhelix.launch.tune.worker import COMPILES, Request
 from dhelix.launch.workers import SilentError, Worker
 from dhelix.runtime.compiler import autotune_results
-from dhelix.runtime.tuning.records import mark_failed
+from dhelix.runtime.tuning.records import mark_failed, read
 
 COMMAND = (sys.executable, "-m", "dhelix.launch.tune.worker")
 _RESTARTS = 5
@@ -44,11 +44,13 @@ def tuned(
     Raises:
       DhelixError: the worker reported an error, or died or hung outside of a measurement, or too often.
     """
+    records = None if request.records is None else Path(request.records)
     for _ in range(_RESTARTS):
+        known = read(records)
         result, why = _once(request, setting, link, environment, told, gpus)
         if result is not None:
             return result
-        if request.records is None or not mark_failed(Path(request.records), why):
+        if records is None or not mark_failed(records, why, known):
             raise DhelixError(f"setting {setting}: {why}")
         told(f"a measurement failed ({why}); it counts as slow, and tuning goes on")
     raise DhelixError(f"setting {setting}: {_RESTARTS} measurements failed; the last one: {why}")
@@ -75,6 +77,8 @@ def _once(
                 worker.patience = COMPILES
                 started.append(worker)
             for message in started[0].messages():
+                if message.get("crashed"):
+                    return None, message["error"]
                 if "error" in message:
                     raise DhelixError(f"setting {setting}: {message['error']}")
                 if "finished" in message:

@@ -1,7 +1,7 @@
 """The process that tunes. `python -m dhelix.launch.tune.worker REQUEST.json` runs it.
 
 It prints JSON objects. Before each piece of work: {"what": "all collectives ring simple", "patience": 90}. At the end:
-{"finished": {...}} with all results, or {"error": "..."}.
+{"finished": {...}} with all results, or {"error": "..."}. With "crashed", the step failed, perhaps of its settings.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def main(path: str) -> None:
     except DhelixError as error:
         tell(error=" ".join(str(error).split()))
         sys.exit(1)
-    except jax.errors.JaxRuntimeError as error:
-        tell(error=reason(error))
+    except jax.errors.JaxRuntimeError as error:  # perhaps of the settings that are being measured
+        tell(error=reason(error), crashed=True)
         sys.exit(1)
 
 

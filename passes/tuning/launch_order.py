@@ -74,7 +74,7 @@ def questions(launch: Instruction) -> list[tuple[Groups, Question]]:
 
 
 def _questions(launch: Instruction) -> Iterator[tuple[Groups, Question]]:
-    """An instruction with several collectives or buffers is one group of NCCL."""
+    """An instruction with several collectives or buffers is one group of NCCL. The largest buffer's kind is first."""
     if is_done(launch):
         return
     if launch.opcode == "fusion" or any(i.opcode == "fusion" for c in launch.called for i in c.instructions):
@@ -90,7 +90,7 @@ def _questions(launch: Instruction) -> Iterator[tuple[Groups, Question]]:
             if kind == "all-gather":
                 size *= max(map(len, groups), default=1)
             sizes.setdefault((groups, kind, operand.shape.element_type), []).append(size)
-    for (groups, kind, _), each in sizes.items():
+    for (groups, kind, _), each in sorted(sizes.items(), key=lambda one: -max(one[1])):
         for total in _together(sorted(each)):
             yield groups, Question(launch, kind, total)
 

@@ -325,7 +325,7 @@ class InterleavedStep[**P, R]:
             return self._specializations[same]
 
     def _call(self, chosen: Specialization, args: Any, kwargs: Any) -> Any:
-        compiled = chosen.compile()
+        compiled = chosen.compile(runs=True)
         if compiled is None:
             return self._plain(args, kwargs)
         _, (args, kwargs) = self._separate(args, kwargs)

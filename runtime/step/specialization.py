@@ -127,8 +127,8 @@ class Specialization:
                 self._leave_alone(_ONE_DEVICE)
         self._seconds += time.perf_counter() - start
 
-    def compile(self) -> Callable[..., Any] | None:
-        """Returns the compiled program, which takes no static arguments; None if `jax.jit` should run the step."""
+    def compile(self, runs: bool = False) -> Callable[..., Any] | None:
+        """The compiled program, which takes no static arguments, and `runs` next; None if `jax.jit` runs the step."""
         with self._lock:
             if not self._agreed:
                 self._agreed = True
@@ -149,7 +149,9 @@ class Specialization:
                     self._check_order()
                     self._set_collectives()
                 self._seconds += time.perf_counter() - start
-            if self._settings is not None:
+            if (said := self._unset()) and self._settings is None:
+                say_once(f"{self._name}: {said}", (self._label, said))
+            if runs and self._settings is not None:
                 self._settings.after_call()
             return self._compiled
 
@@ -158,11 +160,12 @@ class Specialization:
         if self._session is None:
             name = lowering.module_name(self.original)
             stage = pass_manager(self._options).not_run(Stage.LOWERED, name, self._why)
-            return Report(name, "", (*self._before, stage), left_alone=self._why)
+            return Report(name, "", (*self._before, stage), left_alone=self._why, settings=self._unset())
         whole = self._session.report()
         stages = tuple(stage for stage in whole.stages if stage.stage == Stage.LOWERED.value)
         stages = (*self._before, *stages)
-        return Report(whole.module, whole.fingerprint, stages, left_alone=self._why if self.left_alone else "")
+        why = self._why if self.left_alone else ""
+        return Report(whole.module, whole.fingerprint, stages, left_alone=why, settings=self._unset())
 
     def report(self) -> Report:
         """Reports what the passes of all stages did. Compiles the program if the later stages have not run."""
@@ -172,7 +175,7 @@ class Specialization:
         if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
             self.compile()
         if self._slower is not None:
-            return dataclasses.replace(self._slower, compile_seconds=self._seconds)
+            return dataclasses.replace(self._slower, settings=self._unset(), compile_seconds=self._seconds)
         if self.left_alone and self._compiled is None:
             return self.preview()
         return self._whole_report()
@@ -187,7 +190,7 @@ class Specialization:
             stages=stages,
             left_alone=self._why if self.left_alone else "",
             gain=gain,
-            settings="" if self._settings is None else self._settings.said,
+            settings=self._unset() if self._settings is None else self._settings.said,
             compile_seconds=self._seconds if self._compiled is not None else 0.0,
             plain_seconds=0.0 if self._plain is None else self._plain.seconds,
         )
@@ -269,6 +272,11 @@ class Specialization:
             self._target.compare(plan, self._options)
             module = lowering.compiled_module(self._compiled)
             self._settings = in_effect.apply(self._name, self._label, plan, module, self._job)
+
+    def _unset(self) -> str:
+        """Why this program cannot have the settings that were given; "" if it can, or none were given."""
+        runs_plain = self.left_alone and self._compiled is None
+        return in_effect.unset(self._options.tuning, runs_plain, self._target is not None)
 
     def _drop_refused_plan(self, plan: Plan) -> None:
         """If the plan replaced collectives and was then refused, compiles the step again without the plan."""

@@ -8,15 +8,19 @@
 A job never depends on settings. If something is wrong in one process, all processes run on NCCL's defaults, and a line
 in the log says why. Settings of one program do not touch the collectives of others, unless these look alike.
 
-Why all ranks choose alike: all processes wait until their GPUs are idle, meet, compare their tables, and only then load
-them. So no collective sees one table on one rank and another table on another rank.
+Why all ranks choose alike: all processes wait until their GPUs are idle, meet, compare the tables of all their
+programs, and only then load them. So no collective sees one table on one rank and another table on another rank. A
+program that only some processes of the job run has no settings: its table would also be looked into for communicators
+that these processes share with others.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,8 +30,7 @@ from dhelix.passes.framework.manager import say_once
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.plans.tuned_collectives import settings_of
-from dhelix.profiles.channels.channel_model import ChannelError
-from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes import agreement, rendezvous
 from dhelix.runtime.processes.rendezvous import Job
 from dhelix.runtime.profiling.provenance import nccl_version
 from dhelix.runtime.tuning import plugin
@@ -37,7 +40,7 @@ from dhelix.runtime.tuning.tables import table
 _CALLS = 20  # after so many calls, NCCL has made the communicators of the step
 
 _lock = threading.Lock()
-_tables: dict[str, str] = {}  # of the programs whose settings are in effect, by step and program
+_tables: dict[tuple[str, str], str] = {}  # of the programs whose settings are in effect, by step and table
 
 
 @dataclass
@@ -87,23 +90,70 @@ def apply(step: str, label: str, plan: Plan, module: HloModule, job: Job | None)
       module: the program as it is compiled.
       job: the processes that run it.
     """
-    text, why, count = "", "", 0
+    assert plan.tuning is not None
+    if not plan.tuning.collectives:
+        return Applied(step, "collectives run on NCCL's defaults, which were fastest when they were tuned", works=False)
+    text, why, count, of = "", _partial(job), 0, 0
     try:
         text, count, of = _table(plan, module)
-    except (TunerError, ChannelError) as error:
-        why = str(error)
+    except Exception as error:  # whatever it is, the step runs without settings
+        why = why or str(error) or type(error).__name__
+    tables = {**_tables, (label, text): text}
     wait_for_gpus()
-    told = agreement.gathered(f"set the collectives of step {step!r}", json.dumps([why, of_bytes(text.encode())]), job)
-    whys, digests = zip(*map(json.loads, told), strict=True)
-    why = next(filter(None, whys), "") or ("" if len(set(digests)) == 1 else "the processes would set them differently")
-    if not why:
+    here = why, of_bytes("\n".join(tables.values()).encode()), bool(why) or plugin.install().counts().communicators > 0
+    told = agreement.gathered(f"set the collectives of step {step!r}", json.dumps(here), job)
+    if not (why := _objection([json.loads(one) for one in told])):
         with _lock:
-            _tables[label] = text
-            plugin.install().load("\n".join(_tables.values()))
+            _tables.update(tables)
+            restore()
         return Applied(step, _said(plan, count, of), works=True)
     said = f"collectives run on NCCL's defaults: {why}"
     say_once(f"{step}: {said}", (label, said))
     return Applied(step, said, works=False)
+
+
+def unset(tuning: str | Path | Plan | None, runs_plain: bool, on_gpus: bool) -> str:
+    """Why a step cannot have the settings of the option `tuning`; "" if it can, or none are given.
+
+    Args:
+      runs_plain: whether `jax.jit` runs the step, because dhelix has left it alone.
+      on_gpus: whether it runs on GPUs.
+    """
+    if not isinstance(tuning, Plan) or tuning.tuning is None or not tuning.tuning.collectives:
+        return ""
+    if runs_plain:
+        why = "dhelix sets those of steps that it changes, and this one runs as it is"
+        return f"collectives run on NCCL's defaults: {why}"
+    return "" if on_gpus else "settings of collectives have no effect: the step does not run on GPUs"
+
+
+def restore() -> None:
+    """Loads the settings that are in effect, after something else was loaded. No collective may run meanwhile."""
+    plugin.install().load("\n".join(_tables.values()))
+
+
+def _partial(job: Job | None) -> str:
+    """Why a program of these processes has no settings; "" if all processes run it."""
+    everyone = rendezvous.everyone()
+    if everyone is None or (job is not None and job.processes == everyone.processes):
+        return ""
+    return "only some processes of the job run the step, and their communicators with others must choose as before"
+
+
+def _objection(told: Sequence[tuple[str, str, bool]]) -> str:
+    """Why no process uses the settings; "" if all can.
+
+    Args:
+      told: by each process: its own objection, the digest of its tables, and whether NCCL is known to use the plugin.
+    """
+    whys, digests, uses = zip(*told, strict=True)
+    if why := next(filter(None, whys), ""):
+        return why
+    if len(set(digests)) > 1:
+        return "the processes would set them differently"
+    if len(set(uses)) > 1:
+        return "NCCL made its first communicators with the plugin in some processes, and before it in others"
+    return ""
 
 
 def _table(plan: Plan, module: HloModule) -> tuple[str, int, int]:

@@ -299,7 +299,7 @@ EXPORTED int dhelix_tuner_record(size_t room) {
 EXPORTED size_t dhelix_tuner_recorded(Question *found, size_t room) {
     pthread_mutex_lock(&notes);
     size_t count = question_count;
-    if (found) memcpy(found, questions, (count < room ? count : room) * sizeof *found);
+    if (found && count) memcpy(found, questions, (count < room ? count : room) * sizeof *found);
     pthread_mutex_unlock(&notes);
     return count;
 }

@@ -160,7 +160,10 @@ def build(folder: Path | None = None) -> Path:
     here = Path(__file__).parent
     sources = [(here / name).read_bytes() for name in _SOURCES]
     digest = blake2b(b"\0".join([*sources, " ".join(_FLAGS).encode()]), digest_size=8).hexdigest()
-    folder = (_FOLDER if folder is None else folder).expanduser() / digest
+    try:
+        folder = (_FOLDER if folder is None else folder).expanduser() / digest
+    except RuntimeError as error:
+        raise TunerError(f"there is no place for the NCCL tuner plugin: {error} Set HOME") from None
     library = folder / "libnccl-tuner-dhelix.so"
     if library.is_file():
         return library

@@ -73,14 +73,19 @@ class Records:
             _append(self._path, {"program": self._program, "settings": digest(settings), **fields})
 
 
-def mark_failed(path: Path, why: str) -> bool:
-    """Marks the measurement that began last, if it never ended. Returns whether there is one."""
+def mark_failed(path: Path, why: str, known: str = "") -> bool:
+    """Marks the measurement that began last, if it never ended. Returns whether there is one.
+
+    Args:
+      known: the file's text before the process that failed. A measurement that began then was only interrupted.
+    """
     last: dict[str, Any] = {}
-    for line in read(path).splitlines():
+    for line in read(path).removeprefix(known).splitlines():
         try:
-            last = json.loads(line)
+            found = json.loads(line)
         except ValueError:
             continue
+        last = found if isinstance(found, dict) else last
     if _BEGAN not in last:
         return False
     _append(path, {"program": last["program"], "settings": last["settings"], _FAILED: why})
@@ -88,8 +93,13 @@ def mark_failed(path: Path, why: str) -> bool:
 
 
 def read(path: Path | None) -> str:
-    """The text of the file; "" if there is none."""
-    return path.read_text(errors="replace") if path is not None and path.is_file() else ""
+    """The text of the file; "" if there is none. Raises DhelixError if it cannot be read."""
+    try:
+        return "" if path is None else path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise DhelixError(f"{path}: measurements cannot be read ({error.strerror}); give another file") from None
 
 
 def digest(settings: StepSettings) -> str:

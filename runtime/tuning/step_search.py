@@ -81,6 +81,7 @@ class StepSearch:
         self._run, self._space, self._noise, self._told = measure, space, noise, told
         self._kinds = tuple(kinds)
         self._chosen: dict[str, tuple[str, str]] = dict.fromkeys(self._bodies, ("", ""))
+        self._as_chosen = {name: body.default.whole for name, body in self._bodies.items()}  # with NCCL's channels
         self._maps: dict[str, dict[ChannelSetting, BodyTimes]] = {name: {} for name in self._bodies}
         self._best: dict[str, tuple[float, Settings | None]] = {
             name: (body.default.whole, None) for name, body in self._bodies.items()
@@ -106,7 +107,7 @@ class StepSearch:
             times = self._measure({i: NcclSetting(*kind) for body in self._bodies.values() for i in body.collectives})
             for name, found in times.items():
                 if self._is_faster(found, fastest[name]):
-                    fastest[name], self._chosen[name] = found, kind
+                    fastest[name], self._chosen[name], self._as_chosen[name] = found, kind, found.whole
 
     def _is_faster(self, new: BodyTimes, old: BodyTimes) -> bool:
         """Whether a body is faster, or as fast with faster collectives, which then can do with fewer channels."""
@@ -189,7 +190,8 @@ class StepSearch:
     def _tuned(self) -> StepSettings:
         found: dict[Identity, NcclSetting] = {}
         for name, (whole, settings) in self._best.items():
-            if settings is not None and whole < self._bodies[name].default.whole * (1.0 - self._noise):
+            needed = min(self._bodies[name].default.whole * (1.0 - self._noise), self._as_chosen[name])
+            if settings is not None and whole < needed:
                 found |= self._of(name, settings)
             elif self._chosen[name] != ("", ""):
                 found |= {i: NcclSetting(*self._chosen[name]) for i in self._bodies[name].collectives}

@@ -13,6 +13,7 @@ a copy of the arguments. All processes of a job run the same trials, and get the
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from typing import Any
 
 import jax
 
+from dhelix.errors import DhelixError
 from dhelix.passes.analysis.execution import executions as runs_of
-from dhelix.passes.framework.fingerprint import of_bytes
+from dhelix.passes.framework.fingerprint import module_fingerprint, of_bytes
 from dhelix.passes.plans.plan import PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
 from dhelix.passes.tuning.launch_order import sequences
@@ -51,7 +53,7 @@ class StepTrials:
 
         Args:
           lowered: the step. Its kernels must not be in CUDA graphs, because a trace does not name these.
-          arguments: the first ones. They are donated if the step donates them.
+          arguments: the first ones, without static ones. They stay, because a step that donates gets a copy.
           target: the machine, whose names of collectives plans use.
         """
         self._plugin = plugin.install()
@@ -68,7 +70,7 @@ class StepTrials:
         self._step()
         self.asked = self._plugin.recorded()
         self._plugin.record(0)
-        if not self._plugin.counts().communicators:
+        if agreement.largest("see whether NCCL uses the plugin", int(not self._plugin.counts().communicators)):
             raise TunerError(
                 "NCCL does not use the tuner plugin: it made its communicators before, or knows no interface of it; "
                 "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which"
@@ -76,8 +78,13 @@ class StepTrials:
 
     @property
     def key(self) -> str:
-        """A digest of the program, by which its trials are found again."""
-        return of_bytes(self.module.to_bytes())
+        """A digest of the program, by which its trials are found again, also by another process."""
+        return module_fingerprint(self.module.to_bytes())
+
+    @property
+    def devices(self) -> int:
+        """The number of GPUs that run the program."""
+        return math.prod(self.module.device_counts)
 
     @property
     def surprise(self) -> str:
@@ -119,6 +126,11 @@ class StepTrials:
         told = agreement.gathered("compare times of a step", json.dumps(statistics.median(found)))
         return max(map(json.loads, told))
 
+    def end(self) -> None:
+        """Gives NCCL back the settings that other steps of this process have."""
+        in_effect.wait_for_gpus()
+        in_effect.restore()
+
     def _trace(self, settings: StepSettings) -> Trace:
         self._set(settings)
         self._step()
@@ -138,7 +150,8 @@ class StepTrials:
         text = table(self.module, by_instruction)
         if text != self._loaded:
             in_effect.wait_for_gpus()
-            agreement.gathered("set the collectives of a step", of_bytes(text.encode()))
+            if len(set(agreement.gathered("set the collectives of a step", of_bytes(text.encode())))) > 1:
+                raise DhelixError("the processes would set the collectives differently: do all run the same program?")
             self._plugin.load(text)
             self._loaded = text
 

@@ -10,7 +10,7 @@
     4  measure the candidates by turns         without the profiler; NCCL's defaults stay unless another one is faster
 
 The settings are for this program, this number of GPUs, this launch setting and this version of NCCL. Steps run during
-tuning, so the state that is given is used up if the step donates it.
+tuning, on copies: the arguments stay, and take memory beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.passes.tuning.space import Space
 from dhelix.profiles.channels.channel_model import ChannelSetting
 from dhelix.profiles.hardware import gpu_name
+from dhelix.runtime.compiler import lowering
 from dhelix.runtime.processes import agreement
 from dhelix.runtime.processes.launch_settings import link_of, target_of
 from dhelix.runtime.processes.nodes import gpus_per_node
@@ -54,7 +56,11 @@ CHANNELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CHUNKS = tuple(1 << n for n in range(16, 23))
 """Bytes of chunks that are tried where NCCL lets them be set for each collective (2.30 and later)."""
 
+_VERSION = re.compile(r"\d+\.\d+")
 _CHUNKS_FROM = (2, 30)
+_NO_MATTER = ("NCCL_DEBUG", "NCCL_TUNER_PLUGIN")
+"""Variables that change no time."""
+
 _ROUNDS = 5
 _LEAST_NOISE, _MOST_NOISE = 0.003, 0.03
 
@@ -108,7 +114,7 @@ def tune(
 
     Args:
       step: a decorated step, or a function that is decorated with the defaults.
-      arguments: arguments of the step. They are donated if the step donates them.
+      arguments: arguments of the step. They stay, also if the step donates them: then a copy is used up.
       out: plan file to write; None writes none.
       plan: a plan of the step, to which the settings are added. The step must be decorated with it.
       minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured.
@@ -117,17 +123,27 @@ def tune(
       name: of the program, for the plan; default: the name of the step.
 
     Raises:
-      DhelixError: there is no GPU, NCCL does not use the plugin, or the step has no collectives to tune.
+      DhelixError: there is no GPU, NCCL does not use the plugin, the step runs on one GPU, or its arguments are not
+        arrays.
     """
     start = time.monotonic()
     told = progress or (lambda _: None)
     decorated = step if isinstance(step, InterleavedStep) else interleaved(step, StepOptions())
     if jax.default_backend() != "gpu":
         raise DhelixError(f"tuning needs GPUs, but this process runs on {jax.default_backend()}; see `nvidia-smi`")
+    if not _VERSION.match(nccl_version()):
+        raise DhelixError("the version of NCCL is unknown, for which settings would be: install NCCL with pip")
+    if decorated._front(arguments, {}) is not None:
+        raise DhelixError(f"{decorated.__name__}: dhelix.tune takes arrays as arguments; split other objects first")
     prepare()
     base = _base(plan, decorated, name or decorated.__name__)
     told("compiles the step")
-    trials = StepTrials(decorated.lower(*arguments), arguments, base.target)
+    lowered = decorated.lower(*arguments)
+    if lowering.device_count(lowered) < 2:
+        raise DhelixError(f"{decorated.__name__} runs on one device, which has no collectives to tune")
+    static, _ = decorated.static_positions(arguments)
+    given = tuple(one for n, one in enumerate(arguments) if n not in static)
+    trials = StepTrials(lowered, given, base.target)
     return Tuning(trials, base, told, start, minutes).run(out, None if records is None else Path(records))
 
 
@@ -143,9 +159,12 @@ class Trials(Protocol):
     def key(self) -> str: ...
     @property
     def surprise(self) -> str: ...
+    @property
+    def devices(self) -> int: ...
     def bodies(self) -> tuple[Body, ...]: ...
     def times(self, bodies: Sequence[Body], settings: StepSettings) -> StepTimes: ...
     def seconds(self, settings: StepSettings) -> float: ...
+    def end(self) -> None: ...
 
 
 class Tuning:
@@ -164,16 +183,25 @@ class Tuning:
         self._notes: list[str] = []
 
     def run(self, out: str | Path | None, records: Path | None) -> Tuned:
-        if self._trials.surprise:
+        try:
+            return self._run(out, records)
+        finally:
+            self._trials.end()
+
+    def _run(self, out: str | Path | None, records: Path | None) -> Tuned:
+        if surprise := next(filter(None, agreement.gathered("compare what NCCL asked", self._trials.surprise)), ""):
             raise DhelixError(
-                f"NCCL does not ask about collectives in the program's launch order: {self._trials.surprise}; so "
-                "settings would reach the wrong collectives"
+                f"NCCL does not ask about collectives in the program's launch order: {surprise}; so settings would "
+                "reach the wrong collectives"
             )
         # Step 2.
         self._told("traces the step")
         searches = self._deadline > self._start
         bodies = self._trials.bodies() if searches else ()
-        noise = _noise(bodies, self._trials.times(bodies, {})) if bodies else _LEAST_NOISE
+        noise = _LEAST_NOISE
+        if bodies:
+            self._told("traces the step again, for the noise")
+            noise = _noise(bodies, self._trials.times(bodies, {}))
         # Step 3.
         if bodies:
             found = StepSearch(bodies, self._measure(bodies, records), _space(), noise, self._told).run()
@@ -192,12 +220,17 @@ class Tuning:
 
     def _measure(self, bodies: Sequence[Body], path: Path | None) -> Callable[[StepSettings], StepTimes]:
         target = self._base.target
-        here = target.hardware, target.link, target.environment, target.xla_flags, nccl_version()
-        program = of_bytes(f"{self._trials.key} {here}".encode())
-        known = Records(path, program, agreement.gathered("compare records", read(path))[0])
+        nccl = sorted((n, v) for n, v in os.environ.items() if n.startswith("NCCL_") and not n.startswith(_NO_MATTER))
+        here = target.hardware, target.link, target.environment, target.xla_flags, nccl_version(), nccl
+        text = agreement.together("read the records", lambda: read(path), (DhelixError,))
+        own = json.dumps([of_bytes(f"{self._trials.key} {here}".encode()), text])
+        # All processes know what the first one knows, and only that one writes. Otherwise one would measure alone.
+        program, text = json.loads(agreement.gathered("compare records", own)[0])
+        known = Records(path if jax.process_index() == 0 else None, program, text)
 
         def measure(settings: StepSettings) -> StepTimes:
-            if (times := known.find(settings)) is not None:
+            times = known.find(settings)
+            if times is not None and _are_of(bodies, times):
                 return times
             if why := known.failed.get(digest(settings)):
                 self._notes.append(f"settings that failed count as slow: {why}")
@@ -205,9 +238,9 @@ class Tuning:
             late = agreement.largest("compare clocks", int(time.monotonic() > self._deadline))
             if late:
                 raise LimitReached(f"{(self._deadline - self._start) / 60.0:g} minutes have passed")
-            known.begin(settings)
+            agreement.together("begin a measurement", lambda: known.begin(settings), (DhelixError,))
             measured = self._trials.times(bodies, settings)
-            known.end(settings, measured)
+            agreement.together("keep a measurement", lambda: known.end(settings, measured), (DhelixError,))
             return measured
 
         return measure
@@ -217,8 +250,8 @@ class Tuning:
         different = {digest(settings): settings for settings in candidates.values()}
         times: dict[str, list[float]] = {key: [] for key in different}
         for turn in range(_ROUNDS):
-            self._told(f"compares {len(different)} candidates, {turn + 1} of {_ROUNDS}")
-            for key, settings in different.items():
+            for n, (key, settings) in enumerate(different.items(), 1):
+                self._told(f"compares candidates: {n} of {len(different)}, turn {turn + 1} of {_ROUNDS}")
                 times[key].append(self._trials.seconds(settings))
         return {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
 
@@ -233,24 +266,37 @@ class Tuning:
         rows = tuple(TunedCollective(*identity, setting) for identity, setting in sorted(candidates[best].items()))
         version = ".".join(nccl_version().split(".")[:2])
         default, tuned = (round(1e6 * seconds[name], 1) for name in (DEFAULTS, best))
-        return CollectiveSettings(version, len(jax.devices()), rows, default, tuned)
+        return CollectiveSettings(version, self._trials.devices, rows, default, tuned)
 
 
 def _base(plan: str | Path | Plan | None, step: InterleavedStep, name: str) -> Plan:
-    """The plan to which the settings are added, with this machine as its target if it has none."""
+    """The plan to which the settings are added. Its target names the variables and flags of this process."""
     if isinstance(plan, str | Path):
         plan = plan_files.load(plan)
     if plan is None and isinstance(step.options.plan, Plan):
         plan = step.options.plan
-    if plan is not None:
-        return plan
     gpu, link = gpu_name(jax.devices()[0].device_kind), link_of(os.environ)
-    return Plan(name, target_of(gpu, link, gpus_per_node(jax.devices()) or len(jax.devices()), step.options.xla))
+    here = target_of(gpu, link, gpus_per_node(jax.devices()) or len(jax.devices()), step.options.xla)
+    if plan is None:
+        return Plan(name, here)
+    if plan.target.implementation != here.implementation:
+        return plan  # its operators have the names of its implementation
+    process = {"setting": here.setting, "environment": here.environment, "xla_flags": here.xla_flags}
+    return replace(plan, target=replace(plan.target, **process))
 
 
 def _space() -> Space:
     version = tuple(map(int, nccl_version().split(".")[:2]))
     return Space(CHANNELS, CHUNKS if version >= _CHUNKS_FROM else CHUNKS[-1:])
+
+
+def _are_of(bodies: Sequence[Body], times: StepTimes) -> bool:
+    """Whether recorded times have these overlaps, cut into as many parts. Another run may have cut them otherwise."""
+
+    def parts(one: BodyTimes) -> tuple[int, int]:
+        return len(one.collectives), len(one.computations)
+
+    return all(b.fingerprint in times and parts(times[b.fingerprint]) == parts(b.default) for b in bodies)
 
 
 def _noise(bodies: Sequence[Body], again: StepTimes) -> float:

@@ -36,6 +36,7 @@ if mode and not failed:
         records.write_text(json.dumps({"program": "p", "settings": "s", "began": True}) + "\\n")
     tell(what="all collectives ring ll", patience=1)
     if mode == "hang": time.sleep(60)
+    if mode == "refused": tell(error="ncclInternalError", crashed=True); sys.exit(1)
     sys.exit("Fatal: the card is on fire")
 faster = {"NCCL_BUFFSIZE=262144": 0.9, "NCCL_MIN_NCHANNELS=16": 0.95}
 default = 0.1
@@ -114,14 +115,15 @@ def test_the_fastest_launch_setting_is_tuned(tmp_path: Path, capsys: pytest.Capt
     assert [run["environment"].get("NCCL_BUFFSIZE") for run in runs] == [None, "262144", "262144"]
 
 
-@pytest.mark.parametrize("mode", ["hang", "crash"])
+@pytest.mark.parametrize("mode", ["hang", "crash", "refused"])
 def test_a_measurement_that_fails_is_marked_and_tuning_goes_on(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORKER_MODE", mode)
     assert dhelix_tune(tmp_path, "--noprocess") == 0
     text = capsys.readouterr().out
-    why = "no answer for 1 s" if mode == "hang" else "ended with status 1 (Fatal: the card is on fire)"
+    whys = {"hang": "no answer for 1 s", "refused": "ncclInternalError"}
+    why = whys.get(mode, "ended with status 1 (Fatal: the card is on fire)")
     assert why in text and "settings that failed count as slow" in text
     assert len(seen(tmp_path)) == 2
 
@@ -130,8 +132,11 @@ def test_a_failure_outside_of_a_measurement_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORKER_MODE", "early")
-    assert dhelix_tune(tmp_path, "--noprocess") == 1
+    opened = json.dumps({"program": "p", "settings": "s", "began": True}) + "\n"  # by a command that was interrupted
+    (tmp_path / "records").write_text(opened)
+    assert dhelix_tune(tmp_path) == 1
     assert "setting connections1: the process ended with status 1" in capsys.readouterr().err
+    assert (tmp_path / "records").read_text() == opened and len(seen(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,6 +146,10 @@ def test_a_failure_outside_of_a_measurement_is_an_error(
         (["--mesh=tp=4"], "the step needs 4 GPUs, but there are 2"),
         (["--plan=none.json"], "none.json: cannot be read"),
         (["--out=/nowhere/plan.json"], "there is no such folder"),
+        (["--out=/tmp"], "/tmp is a folder"),
+        (["--picture=map.jpeg"], "map.jpeg"),
+        (["--records=/tmp"], "/tmp: measurements cannot be read"),
+        (["--records=/tmp", "--force"], "/tmp: measurements cannot be read"),
         (["more"], "is not a flag"),
     ],
 )

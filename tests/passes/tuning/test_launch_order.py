@@ -58,3 +58,11 @@ def test_loops_are_unrolled_and_groups_are_apart() -> None:
     assert asked[all_four, None] == [("all-reduce", 4), ("all-reduce", 512), ("all-reduce", 16384), ("all-reduce", 128)]
     assert set(asked) == {(pairs, None), (all_four, None)}
     assert {one.instruction.name for one in found[all_four, None]} == {"several"}
+
+
+def test_the_type_of_the_largest_buffer_is_asked_about_first() -> None:
+    text = PROGRAM.replace("all-reduce(y, tiny, big, x, half)", "all-reduce(half, tiny, big, x, y)")
+    text = text.replace("(f32[64], f32[], f32[4096], f32[64], bf16", "(bf16[64], f32[], f32[4096], f32[64], f32")
+    text = text.replace("get-tuple-element(several), index=0", "get-tuple-element(several), index=4")
+    found = sequences(HloModule.from_text(text))[((0, 1, 2, 3),), None]
+    assert [one.bytes for one in found] == [4, 512, 16384, 128]

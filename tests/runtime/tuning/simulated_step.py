@@ -30,7 +30,7 @@ class SimulatedStep:
       count: how often the step was measured.
     """
 
-    key, surprise = "a program", ""
+    key, surprise, devices = "a program", "", 2
 
     def __init__(self, seeds: Sequence[int] = (0, 1), noise: float = 0.0) -> None:
         self._cases = {f"{seed:016x}": Simulated.drawn(seed, 2, strong=True) for seed in seeds}
@@ -58,6 +58,9 @@ class SimulatedStep:
 
     def seconds(self, settings: StepSettings) -> float:
         return sum(2 * self._of(name, settings).whole for name in self._cases)
+
+    def end(self) -> None:
+        pass
 
     @property
     def optimum(self) -> float:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dhelix.errors import DhelixError
@@ -19,8 +21,9 @@ from dhelix.passes.plans.tuned_collectives import identities
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
 from dhelix.passes.tuning.launch_order import Question, sequences
 from dhelix.runtime.compiler import deviceless, lowering, registration
-from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes import agreement, rendezvous
 from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.tuning import in_effect, plugin
 from dhelix.runtime.tuning.plugin import Plugin
 from dhelix.tests.runtime import steps
@@ -124,16 +127,76 @@ def test_settings_that_do_not_fit_leave_nccls_defaults(
     assert Communicator(plugin.install().path).ask(first.kind, first.bytes) == UNSET
 
 
-@pytest.mark.parametrize("other", [("no compiler", ""), ("", "another table")])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({0: "no compiler"}, "no compiler"),
+        ({1: "another table"}, "would set them differently"),
+        ({2: "is unlike this process"}, "with the plugin in some processes, and before it in others"),
+    ],
+)
 def test_if_one_process_cannot_none_does(
-    plan: Plan, module: HloModule, other: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    plan: Plan, module: HloModule, other: dict[int, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gathered(purpose: str, text: str, job: object) -> list[str]:
-        return [text, json.dumps(other)]
+        here = json.loads(text)
+        return [text, json.dumps([other.get(n, value) for n, value in enumerate(here)])]
 
     monkeypatch.setattr(agreement, "gathered", gathered)
     found = in_effect.apply("step", "step 1", plan, module, None)
-    assert not found.works and (other[0] or "would set them differently") in found.said
+    assert not found.works and said in found.said
+
+
+def test_a_step_of_only_some_processes_has_no_settings(
+    plan: Plan, module: HloModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise these processes would look into tables that the others of a shared communicator do not have."""
+    monkeypatch.setattr(rendezvous, "everyone", lambda: SimpleNamespace(processes=(0, 1)))
+    found = in_effect.apply("step", "step 1", plan, module, None)
+    assert not found.works and "only some processes of the job run the step" in found.said
+
+
+def test_all_programs_of_a_step_keep_their_settings(
+    plan: Plan, module: HloModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, channels in ((512, 3), (1024, 5)):
+        monkeypatch.setattr(in_effect, "_table", lambda *_: (f"sequence\n1 2 {size} 1 2 {channels} 0", 1, 1))  # noqa: B023
+        assert in_effect.apply("step", "step 1", plan, module, None).works
+    nccl = Communicator(plugin.install().path)
+    assert [nccl.ask("all-gather", size).channels for size in (512, 1024)] == [3, 5]
+
+
+def test_an_unexpected_error_leaves_nccls_defaults(
+    plan: Plan, module: HloModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a groove")
+
+    monkeypatch.setattr(in_effect, "settings_of", broken)
+    found = in_effect.apply("step", "step 1", plan, module, None)
+    assert not found.works and "a groove" in found.said
+
+
+def test_if_nccls_defaults_were_fastest_this_is_said_and_not_that_the_step_is_another(
+    plan: Plan, module: HloModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert plan.tuning is not None
+    nothing = replace(plan, tuning=replace(plan.tuning, collectives=()))
+    found = in_effect.apply("step", "step 1", nothing, module, None)
+    assert "fastest when they were tuned" in found.said and not caplog.records
+
+
+def test_a_step_without_gpus_or_left_alone_says_that_settings_have_no_effect(
+    plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    double = strand_interleave(lambda x: 2 * x, tuning=plan)
+    double(jnp.ones(2))
+    (said,) = [r.getMessage() for r in caplog.records if "sets those of steps that it changes" in r.getMessage()]
+    assert double.report(jnp.ones(2)).settings in said
+    on_cpu = strand_interleave(lambda x: 3 * x, tuning=plan, passes=())
+    for _ in range(2):
+        on_cpu(jnp.ones(2))
+    assert "does not run on GPUs" in on_cpu.report(jnp.ones(2)).settings
 
 
 def test_that_nccl_does_not_use_the_plugin_is_said_once(

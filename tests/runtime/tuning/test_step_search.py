@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,55 @@ def test_an_interrupted_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
         file.write('{"program": "half of a')
     again = tuned(rest, tmp_path / "rest.json", records)
     assert again.plan == first.plan and rest.count < whole.count - 15
+
+
+def test_if_nccls_own_channels_are_fastest_only_the_kind_is_set() -> None:
+    class Dear(SimulatedStep):
+        """Any number of channels takes longer than NCCL's own."""
+
+        def times(self, bodies: Any, settings: Any) -> Any:
+            factor = {body.fingerprint: 0.5 for body in bodies}
+            for (name, *_), one in settings.items():
+                factor[name] = 0.9 if one.channels else 0.7 if (one.algorithm, one.protocol) == KINDS[1] else 1.0
+            return {b.fingerprint: replace(b.default, whole=factor[b.fingerprint] * b.default.whole) for b in bodies}
+
+    found = tuned(Dear()).found
+    assert {(s.algorithm, s.protocol, s.channels) for s in found.candidates[TUNED].values()} == {(*KINDS[1], 0)}
+
+
+def test_records_of_overlaps_that_were_cut_otherwise_are_measured_again(tmp_path: Path) -> None:
+    """How computation is cut into pieces follows from a trace, so it may differ in the run that goes on."""
+
+    class Otherwise(SimulatedStep):
+        def bodies(self) -> Any:
+            return tuple(self._cut(body) for body in super().bodies())
+
+        def times(self, bodies: Any, settings: Any) -> Any:
+            found = super().times(bodies, settings)
+            return {name: replace(one, computations=(sum(one.computations),)) for name, one in found.items()}
+
+        def _cut(self, body: Any) -> Any:
+            default = replace(body.default, computations=(sum(body.default.computations),))
+            return replace(body, overlap=replace(body.overlap, waves=body.overlap.waves[:1]), default=default)
+
+    records = tmp_path / "records.jsonl"
+    first = tuned(SimulatedStep(), records=records)
+    again = Otherwise()
+    assert tuned(again, records=records).gain > 1.02 and again.count > first.found.measured // 2
+
+
+def test_a_measurement_that_an_earlier_run_left_open_did_not_fail(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    opened = '{"program": "p", "settings": "s", "began": true}\n'
+    records.write_text(opened)
+    assert not mark_failed(records, "no memory", opened)
+    records.write_text(2 * opened)
+    assert mark_failed(records, "no memory", opened)
+
+
+def test_records_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DhelixError, match="measurements cannot be read"):
+        tuned(SimulatedStep(), records=tmp_path)
 
 
 def test_settings_that_hung_are_not_tried_again(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from dhelix.passes.analysis.execution import counted_trips, sequence_of
 from dhelix.passes.hlo import Computation, HloModule
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.launch_order import questions, sequences
+from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling.traces import executions
 from dhelix.runtime.profiling.traces.executions import Execution
 from dhelix.runtime.step.strand_interleave import strand_interleave
@@ -138,6 +140,53 @@ def test_a_step_is_tuned_in_its_process(nccl: Nccl, tmp_path: Path) -> None:
     assert told[0] == "compiles the step" and json.dumps(tune_step.as_json(tuned))
     assert re.match(r"(nothing gains|1 collectives have settings): ", str(tuned))
     assert math.isfinite(tuned.gain) and arguments[0].is_deleted() is False
+    assert tuned.plan.tuning is not None and tuned.plan.tuning.devices == 2 < len(jax.devices())
+    assert nccl.tables[-1] == ""  # afterwards, the process has the settings that it had before
+
+
+def test_a_program_is_found_again_whatever_was_compiled_before_it(nccl: Nccl) -> None:
+    keys = set()
+    for _ in range(2):
+        jax.clear_caches()
+        step, arguments = step_and_arguments()
+        keys.add(trials.StepTrials(step.lower(*arguments), arguments, PlanTarget()).key)
+    assert len(keys) == 1
+
+
+def test_a_step_with_a_static_argument_is_tuned(nccl: Nccl) -> None:
+    step, arguments = step_and_arguments()
+    made = strand_interleave(lambda n, *rest: step.__wrapped__(*rest), passes=(), static_argnums=0, donate_argnums=1)
+    assert dhelix.tune(made, 3, *arguments, minutes=0.0).seconds
+
+
+def test_processes_with_unlike_tables_stop_together(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(purpose: str, text: str) -> list[str]:
+        return [text, "another" if purpose.startswith("set the collectives") else text]
+
+    step, arguments = step_and_arguments()
+    monkeypatch.setattr(agreement, "gathered", gathered)
+    with pytest.raises(DhelixError, match="the processes would set the collectives differently"):
+        dhelix.tune(step, *arguments)
+
+
+def test_a_given_plan_names_the_variables_of_the_process_that_tuned_it(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_BUFFSIZE", "262144")
+    step, arguments = step_and_arguments()
+    given = Plan("a step", PlanTarget.of("H100", "nvlink", "default", 2))
+    tuned = dhelix.tune(step, *arguments, plan=given, minutes=0.0)
+    assert dict(tuned.plan.target.environment)["NCCL_BUFFSIZE"] == "262144" and tuned.plan.target.gpus_per_node == 2
+
+
+def test_what_cannot_be_tuned_is_one_clear_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DhelixError, match="runs on one device"):
+        dhelix.tune(lambda x: 2 * x, jnp.ones(2))
+    with pytest.raises(DhelixError, match="takes arrays as arguments"):
+        dhelix.tune(lambda x, _: 2 * x, jnp.ones(2), object())
+    monkeypatch.setattr(tune_step, "nccl_version", lambda: "")
+    with pytest.raises(DhelixError, match="the version of NCCL is unknown"):
+        dhelix.tune(lambda x: 2 * x, jnp.ones(2))
 
 
 def test_if_nccl_asks_otherwise_the_first_difference_is_said(nccl: Nccl) -> None:
