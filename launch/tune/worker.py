@@ -84,6 +84,7 @@ def run(request: Request) -> dict[str, Any]:
         records=request.records,
         progress=lambda what: tell(what=what, patience=COMPILES if "compiles" in what else request.patience),
         name=name_of(given, training),
+        use_up=True,
     )
     return tune_step.as_json(tuned)
 

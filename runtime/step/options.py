@@ -226,6 +226,10 @@ class StepOptions(JitOptions):
         for name in ("strict", "verify"):
             if not isinstance(value := getattr(self, name), bool):
                 raise DhelixError(f"{name}={value!r}: give True or False")
+        for name in ("plan", "tuning"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, Path)) and not hasattr(value, "leaves_program"):
+                raise DhelixError(f"{name}={value!r}: give a plan's path, or what dhelix.passes.plans loads from it")
         _check_lists(self.passes, self.disable)
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", parse_bytes("memory_limit", self.memory_limit))
@@ -262,7 +266,7 @@ class StepOptions(JitOptions):
     @property
     def insists(self) -> bool:
         """Whether the user's options ask for passes that must run even if the step is predicted to be slower."""
-        return self.strict or self.passes is not None or self.plan is not None
+        return self.strict or any(given is not None for given in (self.passes, self.plan, self.tuning))
 
     @property
     def matmuls(self) -> str | Form:

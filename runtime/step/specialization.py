@@ -136,16 +136,14 @@ class Specialization:
                 manager = None if self._session is None else self._session.manager
                 with self._left_alone_on_error(self._job):
                     first_run.check_choice(self._name, self.original, manager, self._limit, why, self._job)
-            if self._compiled is None and not self.left_alone:
+            sets = self._options.tuning is not None and self._target is not None
+            if self._compiled is None and (sets or not self.left_alone):
                 start = time.perf_counter()
                 with self._left_alone_on_error(self._job):
-                    self._compile()
-                    if self._compiled is not None and self._options.plan is not None:
-                        self._drop_refused_plan(self._options.loaded_plan)
-                    if self._compiled is not None and self._limit is not None:
-                        self._keep_memory(self._limit)
-                    if self._compiled is not None and not self.left_alone:
-                        self._keep_speed()
+                    if self.left_alone:  # `jax.jit` would not tell which program it compiled
+                        self._compiled = self.original.compile()
+                    else:
+                        self._interleave()
                     self._check_order()
                     self._set_collectives()
                 self._seconds += time.perf_counter() - start
@@ -256,11 +254,18 @@ class Specialization:
         except jax.errors.JaxRuntimeError as error:
             raise DhelixError(f"the interleaved program does not compile: {_first_line(error)}") from error
 
-    def _check_order(self) -> None:
-        """Compares the order of collectives between processes.
+    def _interleave(self) -> None:
+        """Compiles the step, and leaves it alone if it needs too much memory or is no faster."""
+        self._compile()
+        if self._compiled is not None and self._options.plan is not None:
+            self._drop_refused_plan(self._options.loaded_plan)
+        if self._compiled is not None and self._limit is not None:
+            self._keep_memory(self._limit)
+        if self._compiled is not None and not self.left_alone:
+            self._keep_speed()
 
-        This happens after all other work, so that all processes learn whether the work failed in one of them.
-        """
+    def _check_order(self) -> None:
+        """Compares the order of collectives between processes, after all other work, which may have failed in one."""
         compiled = None if self.left_alone else self._compiled
         marker = "" if self._session is None else self._session.marker
         self._order = first_run.check_order(self._name, compiled, marker, self._job)
@@ -279,7 +284,7 @@ class Specialization:
         return in_effect.unset(self._options.tuning, runs_plain, self._target is not None)
 
     def _drop_refused_plan(self, plan: Plan) -> None:
-        """If the plan replaced collectives and was then refused, compiles the step again without the plan."""
+        """If the plan replaced collectives and was refused, compiles the step again without it."""
         assert self._session is not None
         done = self._session.report()
         chosen = {one.name for one in alternatives(plan.collectives)}
@@ -358,10 +363,7 @@ class Specialization:
         return self._largest(memory_need.of_compiled(compiled).total, "weigh memory")
 
     def _largest(self, value: int, purpose: str) -> int:
-        """The largest of the values of all processes.
-
-        Their compilers may count memory differently, but all processes must make the same decision.
-        """
+        """The largest value of all processes, whose compilers may count differently. All must decide alike."""
         return agreement.largest(f"{purpose} of step {self._name!r}", value, self._job)
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
@@ -379,9 +381,8 @@ class Specialization:
         return min(needed, said + gaps) if said else needed, gaps, said > 0
 
     def _leave_alone(self, reason: str) -> None:
-        self.left_alone = True
+        self.left_alone, self._why = True, reason
         self.lowered = self.original  # frees the transformed program
-        self._why = reason
         say_once(f"{self._name} runs as it is: {reason}", (self._label, reason))
 
     def _say_nothing_changed(self) -> None:

@@ -48,13 +48,16 @@ class StepTrials:
       module: the scheduled program.
     """
 
-    def __init__(self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...], target: PlanTarget) -> None:
+    def __init__(
+        self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...], target: PlanTarget, use_up: bool = False
+    ) -> None:
         """Compiles the step, and runs it once.
 
         Args:
           lowered: the step. Its kernels must not be in CUDA graphs, because a trace does not name these.
           arguments: the first ones, without static ones. They stay, because a step that donates gets a copy.
           target: the machine, whose names of collectives plans use.
+          use_up: whether arguments may be used up, if the step donates them.
         """
         self._plugin = plugin.install()
         self._compiled = lowered.compile(dict(NO_GRAPHS))
@@ -64,6 +67,7 @@ class StepTrials:
             self._names[identity].append(instruction)
         self._target, self._arguments = target, arguments
         self._chains: bool | None = None
+        self._use_up = use_up
         self._loaded: str | None = None
         self._set({})
         self._plugin.record(_ROOM)
@@ -138,12 +142,15 @@ class StepTrials:
         return Trace(self.module, executions.record_everywhere(lambda: [self._step() for _ in range(_TRACED)], name))
 
     def _step(self) -> None:
-        given = self._arguments if self._chains else jax.tree.map(_copy, self._arguments)
+        uses_up = self._chains or (self._chains is None and self._use_up)
+        given = self._arguments if uses_up else jax.tree.map(_copy, self._arguments)
         out = jax.block_until_ready(self._compiled(*given))
         if self._chains is None:
             self._chains = isinstance(out, tuple) and bool(out) and _alike(out[0], self._arguments[0])
         if self._chains:
             self._arguments = (out[0], *self._arguments[1:])
+        elif self._use_up and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._arguments)):
+            raise TunerError("the step does not return its new state first, so its arguments cannot be used up")
 
     def _set(self, settings: StepSettings) -> None:
         by_instruction = {i: setting for name, setting in settings.items() for i in self._names[name]}

@@ -109,18 +109,21 @@ def tune(
     records: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
     name: str | None = None,
+    use_up: bool = False,
 ) -> Tuned:
     """Tunes the collectives of a train step under NCCL. All processes of a job must call this together.
 
     Args:
       step: a decorated step, or a function that is decorated with the defaults.
-      arguments: arguments of the step. They stay, also if the step donates them: then a copy is used up.
+      arguments: arguments of the step. They stay, also if the step donates them: then a copy is used up. So there must
+        be room for two states.
       out: plan file to write; None writes none.
       plan: a plan of the step, to which the settings are added. The step must be decorated with it.
       minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured.
       records: file of measurements. A call that was interrupted goes on from there.
       progress: called with a line on what comes next.
       name: of the program, for the plan; default: the name of the step.
+      use_up: whether donated arguments may be used up. Then there is one state, as in training.
 
     Raises:
       DhelixError: there is no GPU, NCCL does not use the plugin, the step runs on one GPU, or its arguments are not
@@ -143,7 +146,7 @@ def tune(
         raise DhelixError(f"{decorated.__name__} runs on one device, which has no collectives to tune")
     static, _ = decorated.static_positions(arguments)
     given = tuple(one for n, one in enumerate(arguments) if n not in static)
-    trials = StepTrials(lowered, given, base.target)
+    trials = StepTrials(lowered, given, base.target, use_up)
     return Tuning(trials, base, told, start, minutes).run(out, None if records is None else Path(records))
 
 
@@ -211,8 +214,8 @@ class Tuning:
         if found.stopped:
             self._notes.append(f"NCCL's defaults stay where nothing was tried: {found.stopped}")
         # Step 4.
-        seconds = self._compare(found.candidates)
-        plan = replace(self._base, tuning=self._section(seconds, found.candidates))
+        seconds, chance = self._compare(found.candidates)
+        plan = replace(self._base, tuning=self._section(seconds, found.candidates, chance))
         if out is not None:
             agreement.together("write the plan", lambda: plan_files.save(plan, out), (DhelixError,))
         spent = time.monotonic() - self._start
@@ -245,23 +248,31 @@ class Tuning:
 
         return measure
 
-    def _compare(self, candidates: Mapping[str, StepSettings]) -> dict[str, float]:
-        """The median time of a step under each candidate. Candidates take turns, so that a drift hits all alike."""
+    def _compare(self, candidates: Mapping[str, StepSettings]) -> tuple[dict[str, float], float]:
+        """The median time of a step under each candidate, and the relative difference that may be chance.
+
+        Candidates take turns, so that a drift hits all alike. The difference follows from the spread of NCCL's
+        defaults: two standard errors of a median.
+        """
         different = {digest(settings): settings for settings in candidates.values()}
         times: dict[str, list[float]] = {key: [] for key in different}
         for turn in range(_ROUNDS):
             for n, (key, settings) in enumerate(different.items(), 1):
                 self._told(f"compares candidates: {n} of {len(different)}, turn {turn + 1} of {_ROUNDS}")
                 times[key].append(self._trials.seconds(settings))
-        return {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
+        found = {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
+        spread = statistics.stdev(times[digest(candidates[DEFAULTS])]) / found[DEFAULTS]
+        return found, min(max(2.5 * spread / math.sqrt(_ROUNDS), _LEAST_NOISE), _MOST_NOISE)
 
-    def _section(self, seconds: Mapping[str, float], candidates: Mapping[str, StepSettings]) -> CollectiveSettings:
-        """The settings of the fastest candidate; none if it is not faster than NCCL's defaults by more than noise.
+    def _section(
+        self, seconds: Mapping[str, float], candidates: Mapping[str, StepSettings], chance: float
+    ) -> CollectiveSettings:
+        """The settings of the fastest candidate; none if it is not faster than NCCL's defaults by more than chance.
 
         Of candidates that are equally fast, the one that needs the fewest settings counts.
         """
         least = min(seconds.values())
-        as_fast = [name for name in candidates if seconds[name] <= least * (1.0 + _LEAST_NOISE)]
+        as_fast = [name for name in candidates if seconds[name] <= least * (1.0 + chance)]
         best = DEFAULTS if DEFAULTS in as_fast else TUNED if TUNED in as_fast else as_fast[0]
         rows = tuple(TunedCollective(*identity, setting) for identity, setting in sorted(candidates[best].items()))
         version = ".".join(nccl_version().split(".")[:2])
