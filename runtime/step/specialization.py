@@ -44,7 +44,6 @@ _MANUAL_IN_GSPMD = (
 )
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True interleave it anyway)"
 
-
 _USELESS = 1.0
 """The plain step runs if the interleaved step's predicted time, relative to the plain step's, is at least this.
 

@@ -143,7 +143,7 @@ def nnx_in_place() -> list[float]:
         found = [nnx.value_and_grad(loss_of)(model, parts[n]) for n in range(MICROBATCHES)]
         grads = jax.tree.map(lambda *g: sum(g) / MICROBATCHES, *(grads for _, grads in found))
         optimizer.update(model, grads)
-        return sum(loss for loss, _ in found) / MICROBATCHES
+        return jnp.sum(jnp.stack([loss for loss, _ in found])) / MICROBATCHES
 
     model = Mlp()
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
