@@ -46,7 +46,7 @@ from dhelix.passes.framework.gain import Gain
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.exact import order as exact
 from dhelix.passes.plans import plan_files
-from dhelix.passes.plans.plan import CollectivesSection
+from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.profiles.estimates import alike
 from dhelix.profiles.files import storage
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
@@ -76,7 +76,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         logging.set_verbosity(logging.ERROR)  # warnings would repeat the headline and the table
     view = _make(chosen, arguments, console)
     if chosen["out"]:
-        plan_files.save(view.best.plan, chosen["out"])
+        plan_files.save(_with_states(view.best.plan, chosen), chosen["out"])
     if chosen["picture"]:
         plan_picture.save_png(plan_picture.picture(view.best, view.plain, view.gain), chosen["picture"])
     if not chosen["json"]:
@@ -143,6 +143,16 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     unknown = [name for name in chosen["settings"] if name not in SETTINGS]
     if unknown:
         raise DhelixError(f"--settings {','.join(unknown)} is unknown; choose from {', '.join(SETTINGS)}")
+
+
+def _with_states(plan: Plan, chosen: dict[str, Any]) -> Plan:
+    """The plan, which also says how --states shards the step, so that the file alone is enough."""
+    if not chosen["states"]:
+        return plan
+    target = profile_step.target_of(plan.target.hardware)
+    training, _ = profile_step.deviceless_training(step_flags.options(chosen), target)
+    states = getattr(training, "states", None)
+    return plan if states is None else replace(plan, sharding=states.section(training.mesh.shape))
 
 
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:

@@ -51,12 +51,8 @@ class StatePlan:
         Raises:
           ShardingError: the mesh lacks an axis, has another number of devices, or no axes carry out a factor.
         """
-        self._check_axes(mesh)
-        sizes = [mesh[axis] for axis in self.axes]
+        factors, sizes = self._factors_on(mesh)
         devices = math.prod(sizes)
-        factors = self.factors
-        if isinstance(factors, str):
-            factors = Factors.named(factors, Factor(sizes[-1], devices // sizes[-1]))
         if factors.mesh.size != devices:
             raise ShardingError(
                 f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but the mesh axes "
@@ -65,6 +61,20 @@ class StatePlan:
             )
         found = {name: self._carrying_out(name, factor, sizes) for name, factor in factors.states()}
         return SplitAxes(self.axes, **found)
+
+    def section(self, mesh: Mapping[str, int]) -> ShardingPlan:
+        """The section of a plan file that says the same, for a mesh (sizes by name). Raises what `on` raises."""
+        self.on(mesh)
+        factors, _ = self._factors_on(mesh)
+        return ShardingPlan(factors, "inside", placement=self.placement, axes=self.axes, gpu_order=self.gpu_order)
+
+    def _factors_on(self, mesh: Mapping[str, int]) -> tuple[Factors, list[int]]:
+        """The factors, and the sizes of the axes."""
+        self._check_axes(mesh)
+        sizes = [mesh[axis] for axis in self.axes]
+        if isinstance(self.factors, str):
+            return Factors.named(self.factors, Factor(sizes[-1], math.prod(sizes) // sizes[-1])), sizes
+        return self.factors, sizes
 
     def _check_axes(self, mesh: Mapping[str, int]) -> None:
         missing = [axis for axis in self.axes if axis not in mesh]

@@ -123,3 +123,11 @@ def test_a_plan_shards_the_states_of_a_pipeline_too() -> None:
 def test_what_contradicts_a_plan_is_one_error(make: Callable[[Plan], Any], said: str) -> None:
     with pytest.raises(DhelixError, match=re.escape(said)):
         make(Plan("a step", sharding=ZERO1))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "mics"])
+def test_the_section_of_a_strategy_says_the_same(strategy: str) -> None:
+    mesh = {"dp": 2, "inner": 4, "tp": 2}
+    plan = sharding_plan(strategy, axes=("dp", "inner"))
+    section = plan.section(mesh)
+    assert sharding_plan(Plan("a step", sharding=section)).on(mesh) == plan.on(mesh)
