@@ -45,6 +45,7 @@ COMMANDS = {
     "fold": Command("show the layout and schedule of a pipeline, and what they cost", needs_device=False),
     "shard": Command("choose over how many GPUs model states are sharded", False, "--live"),
     "tune": Command("tune how NCCL runs each collective of a train step, on this machine's GPUs", needs_device=False),
+    "flags": Command("environment variables and flags for a job, and what is wrong with those it has", False),
     "inspect": Command(
         "show what hides each collective of a compiled step, and what stays exposed", needs_device=False
     ),

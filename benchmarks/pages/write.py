@@ -1,4 +1,4 @@
-"""Writes `docs/results/`, and the table of results in README.md, from `benchmarks/results/`.
+"""Writes `docs/results/`, the table of results in README.md and the data of `dhelix flags`, from `benchmarks/results/`.
 
     python -m dhelix.benchmarks.pages.write            # writes all pages
     python -m dhelix.benchmarks.pages.write --check    # fails if a page differs from what would be written
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dhelix.benchmarks.pages import renderers
+from dhelix.benchmarks.pages import launch_effects, renderers
 from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.errors import DhelixError
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "results"
 README = ROOT / "README.md"
+EFFECTS = ROOT / "profiles" / "data" / "launching" / "effects.json"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer", "two-nodes": "two nodes, TCP"}
 CONTENTS = Path(__file__).with_name("contents.toml")
@@ -167,10 +168,16 @@ def write(folder: Path) -> list[Path]:
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
             changed.append(path)
-    if (text := readme()) != README.read_text():
-        README.write_text(text)
-        changed.append(README)
+    for path, text in _others().items():
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+            changed.append(path)
     return changed
+
+
+def _others() -> dict[Path, str]:
+    """Files outside of the pages that follow from the result files."""
+    return {README: readme(), EFFECTS: launch_effects.text(RESULTS)}
 
 
 def differing(folder: Path) -> list[str]:
@@ -179,7 +186,7 @@ def differing(folder: Path) -> list[str]:
     wrong = [
         name for name, text in made.items() if not (folder / name).is_file() or (folder / name).read_text() != text
     ]
-    wrong += ["README.md"] if readme() != README.read_text() else []
+    wrong += [path.name for path, text in _others().items() if not path.is_file() or path.read_text() != text]
     return wrong + sorted(path.name for path in folder.glob("*.md") if path.name not in made)
 
 
