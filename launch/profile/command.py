@@ -25,12 +25,12 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import workers
 from dhelix.launch.defaults import DEFAULT_GPU, INTERRUPTED
 from dhelix.launch.inspect import dumps
 from dhelix.launch.profile import output as profile_output
 from dhelix.launch.profile import processes as profile_processes
 from dhelix.launch.profile import step as profile_step
+from dhelix.launch.profile import workers
 from dhelix.launch.profile.job import Job
 from dhelix.launch.profile.recorded import Recorded, as_recorded
 from dhelix.launch.profile.step import CompiledStep

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from dhelix.errors import DhelixError
-from dhelix.launch import workers
+from dhelix.launch.profile import workers
 from dhelix.launch.profile.worker import Request
-from dhelix.launch.workers import Worker
+from dhelix.launch.profile.workers import Worker
 from dhelix.runtime.compiler import autotune_results
 
 COMMAND = (sys.executable, "-m", "dhelix.launch.profile.worker")

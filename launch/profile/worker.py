@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import dumps
 from dhelix.launch.profile.step import build, gpus_of
-from dhelix.launch.workers import end_with_stdin, tell
+from dhelix.launch.profile.workers import end_with_stdin, tell
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section

@@ -26,8 +26,8 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import workers
 from dhelix.launch.defaults import INTERRUPTED
+from dhelix.launch.profile import workers
 from dhelix.launch.profile.step import gpus_of_mesh
 from dhelix.launch.shown import figures
 from dhelix.launch.shown.progress import say

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch import workers
+from dhelix.launch.profile import workers
+from dhelix.launch.profile.workers import SilentError, Worker
 from dhelix.launch.tune.worker import COMPILES, Request
-from dhelix.launch.workers import SilentError, Worker
 from dhelix.runtime.compiler import autotune_results
 from dhelix.runtime.tuning.records import mark_failed, read
 

@@ -17,8 +17,8 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.launch.profile.step import name_of
+from dhelix.launch.profile.workers import end_with_stdin, tell
 from dhelix.launch.train import trainer
-from dhelix.launch.workers import end_with_stdin, tell
 from dhelix.passes.plans import plan_files
 from dhelix.runtime.profiling.measure import reason
 from dhelix.runtime.step.options import StepOptions

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dhelix.launch import cli, workers
+from dhelix.launch import cli
+from dhelix.launch.profile import workers
 from dhelix.profiles.files import storage, xla_tables
 from dhelix.profiles.keys import CollectiveKey
 

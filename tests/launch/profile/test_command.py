@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from dhelix.launch import cli, workers
+from dhelix.launch import cli
 from dhelix.launch.profile import recorded as profile_recorded
 from dhelix.launch.profile import step as profile_step
+from dhelix.launch.profile import workers
 from dhelix.profiles import hardware
 from dhelix.profiles.estimates.interpolation import roofline_seconds
 from dhelix.profiles.files import storage, xla_tables

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch import cli, workers
+from dhelix.launch import cli
 from dhelix.launch.profile import processes as profile_processes
+from dhelix.launch.profile import workers
 from dhelix.launch.profile.worker import Request
-from dhelix.launch.workers import Worker
+from dhelix.launch.profile.workers import Worker
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.files import storage
 from dhelix.profiles.profile import Profile, Provenance, Section

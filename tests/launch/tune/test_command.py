@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dhelix.launch import cli, workers
+from dhelix.launch import cli
+from dhelix.launch.profile import workers
 from dhelix.launch.tune import processes
 from dhelix.launch.tune.process_search import VARIABLES, search
 from dhelix.passes.plans import plan_files

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dhelix.launch.workers import SilentError, Worker
+from dhelix.launch.profile.workers import SilentError, Worker
 
 
 def worker(code: str, tmp_path: Path) -> Worker:
@@ -16,7 +16,7 @@ def worker(code: str, tmp_path: Path) -> Worker:
 
 
 def test_a_process_ends_when_who_started_it_was_killed(tmp_path: Path) -> None:
-    code = "from dhelix.launch.workers import end_with_stdin; end_with_stdin(); print('{}'); "
+    code = "from dhelix.launch.profile.workers import end_with_stdin; end_with_stdin(); print('{}'); "
     started = worker(code + "import sys, time; sys.stdout.flush(); time.sleep(60)", tmp_path)
     assert next(started.messages()) == {}
     assert started.process.poll() is None and started.process.stdin is not None
