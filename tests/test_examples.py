@@ -12,7 +12,7 @@ from dhelix.tests.quick import slow_but
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
-QUICK = {"own_loop", "nnx_model", "undecorated"}
+QUICK = {"own_loop", "undecorated"}
 SAYS = {"collective_matmuls": r"difference to one device: \d\.\de-0\d", "pipeline": "runs in the GPU compiler"}
 
 

@@ -20,6 +20,7 @@ def test_the_example_runs_and_is_interleaved() -> None:
     assert report["strand-duplication"].changed and report["activation-sharing"].changed
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_twenty_lines_predict_a_step_without_a_gpu(tmp_path: Path) -> None:
     """The example runs in its own process, with its own home folder."""

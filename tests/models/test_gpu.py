@@ -10,6 +10,7 @@ import pytest
 
 from dhelix.models import LlamaConfig, make_train_step
 from dhelix.runtime.compiler import deviceless
+from dhelix.tests.quick import slow_but
 
 TP = 4
 
@@ -33,7 +34,7 @@ def layer_loops(compiled: jax.stages.Compiled) -> list[str]:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("sharding", ["shard_map", "auto"])
+@pytest.mark.parametrize("sharding", slow_but(["shard_map"], ["shard_map", "auto"]))
 def test_a_layer_has_four_gathers_and_four_scatters(sharding: str) -> None:
     loops = layer_loops(compile_step(gpu_config(), sharding))
     assert len(loops) == 2

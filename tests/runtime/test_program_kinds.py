@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix import strand_interleave
+from dhelix.tests.quick import slow_but
 
 VOCAB, WIDTH, INNER, LAYERS, SEQ, MICROBATCHES, STEPS = 16, 8, 16, 4, 6, 3, 5
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -144,7 +145,13 @@ def make_step(kind: Kind, mesh: Mesh):
     return step
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+SLOW = {"layers in groups", "unrolled layers", "automatic sharding", "jax.checkpoint"}
+"""Other kinds have these properties, too, and one more."""
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but([kind for kind in KINDS if kind.name not in SLOW], KINDS), ids=lambda kind: kind.name
+)
 def test_five_steps_of_every_kind(kind: Kind) -> None:
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     draw = np.random.default_rng(0)

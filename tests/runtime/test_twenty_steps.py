@@ -74,13 +74,9 @@ CASES = (
     ("float32", False, 2, "forward-backward"),
 )
 
-QUICK = ("bfloat16", True, 2, "forward-backward")
 
-
-@pytest.mark.parametrize(
-    ("dtype", "scan_layers", "devices", "pairing"),
-    [c if c == QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "scan_layers", "devices", "pairing"), CASES)
 def test_results_of_twenty_steps_are_the_plain_steps(dtype: str, scan_layers: bool, devices: int, pairing: str) -> None:
     (expected, _), (actual, changed) = (run(dtype, scan_layers, devices, which) for which in (None, pairing))
     assert "strand-duplication" in changed

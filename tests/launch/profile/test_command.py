@@ -380,6 +380,7 @@ def test_no_trace_of_it_in_the_environment(dump: Path, record: Path, tmp_path: P
     assert {k: v for k, v in os.environ.items() if k != "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"} == before
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_preset_is_compiled_without_gpus(measured: Callable) -> None:
     result = measured("--preset=llama-demo", "--mesh=dp=1,tp=4", "--microbatches=2", "--collectives")

@@ -79,7 +79,7 @@ def test_nothing_to_draw() -> None:
         heat_map.heat_map(PROFILE, "default")
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (14, 4), (40, 10)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (14, 4), pytest.param(40, 10, marks=pytest.mark.slow)])
 def test_the_picture_is_as_large_as_it_must_be_and_the_same_each_time(tmp_path: Path, rows: int, columns: int) -> None:
     cells = tuple(tuple(r / rows - c / columns for c in range(columns)) for r in range(rows))
     names = tuple(f"reduce-scatter {c} MiB\n4 GPUs" for c in range(columns))

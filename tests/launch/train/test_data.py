@@ -16,6 +16,7 @@ def corpus(size: int = 1000) -> data.Corpus:
     return data.Corpus("numbers", np.arange(size, dtype=np.uint8))
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_default() -> None:
     text = data.load()
     assert len(text.tokens) > 1_000_000

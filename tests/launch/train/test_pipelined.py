@@ -85,6 +85,7 @@ def test_five_steps_are_those_without_a_pipeline(
         assert np.count_nonzero(folded) == np.count_nonzero(expected.params["layers"][name])
 
 
+@pytest.mark.slow
 def test_a_state_in_the_models_order_comes_from_any_number_of_stages() -> None:
     two = pipelined()
     four = make_pipelined_step(
@@ -160,7 +161,7 @@ def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> 
     """The plan asks for passes that do not run on a pipeline."""
     order = OrderSection((PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
     plan = Plan("a step", PlanTarget.of("H200", "nvlink", "default"), CollectivesSection(reduced=1), order)
-    training = pipelined()
+    training = with_choices(schedule="1f1b")
     step = trainer.make_step(training, False, StepOptions(plan=plan))
     report = step.preview(training.abstract_state(), training.abstract_batch(6))
     assert "gradient-reduction" not in [entry.name for entry in report]

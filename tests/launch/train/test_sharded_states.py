@@ -30,11 +30,13 @@ def expected() -> list[float]:
     return losses(plain=True)
 
 
+@SLOW
 @pytest.mark.parametrize("options", [{}, {"plain": True}], ids=["strands", "plain"])
 def test_losses_are_those_of_the_plain_step(options, expected):
     assert losses(states="zero1", **options) == pytest.approx(expected, rel=1e-5)
 
 
+@SLOW
 def test_a_device_holds_its_share_between_steps():
     run = trainer.prepare(trainer.Options(**TINY, states="zero1"))
     trainer.start(run)

@@ -151,13 +151,13 @@ def attention(exchange: Exchange, size: int, segments: Any = None, slopes: Any =
 @pytest.mark.parametrize(
     ("exchange", "size", "packed"),
     [
-        ("ring", 2, True),
-        ("ring", 4, False),
+        pytest.param("ring", 2, True, marks=pytest.mark.slow),
+        pytest.param("ring", 4, False, marks=pytest.mark.slow),
         ("ring", 4, True),
-        ("scanned-ring", 2, True),
+        pytest.param("scanned-ring", 2, True, marks=pytest.mark.slow),
         ("scanned-ring", 4, False),
-        ("scanned-ring", 8, True),
-        ("all-gather", 2, False),
+        pytest.param("scanned-ring", 8, True, marks=pytest.mark.slow),
+        pytest.param("all-gather", 2, False, marks=pytest.mark.slow),
         ("all-gather", 4, True),
     ],
 )
@@ -288,18 +288,18 @@ def assert_equal(one: tuple[Any, list], other: tuple[Any, list]) -> None:
         np.testing.assert_allclose(found, expected, rtol=2e-3, atol=5e-5)
 
 
-def case(quick: bool = False, config: DecoderConfig = LLAMA, packed: bool = False, **sizes: int) -> Any:
+def case(config: DecoderConfig = LLAMA, packed: bool = False, **sizes: int) -> Any:
     name = "-".join(f"{axis}{size}" for axis, size in sizes.items()) + ("-packed" if packed else "")
-    marks = [] if quick else [pytest.mark.slow]
-    return pytest.param(config, packed, tuple(sizes.items()), id=name, marks=marks)
+    return pytest.param(config, packed, tuple(sizes.items()), id=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "packed", "sizes"),
     [
         case(cp=2),
         case(cp=8),
-        case(quick=True, packed=True, dp=2, cp=2),
+        case(packed=True, dp=2, cp=2),
         case(packed=True, cp=4, tp=2),
         case(config=EXPERTS, packed=True, ep=2, cp=2, tp=2),
     ],
@@ -322,6 +322,7 @@ def test_pipelines_train_as_one_device_does(config: DecoderConfig, sizes: dict[s
     assert_equal(found, train(config, packed=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "packed", "sizes"),
     [

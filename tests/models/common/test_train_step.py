@@ -101,12 +101,12 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("sharding", "dp", "tp", "overrides"),
     [
-        ("shard_map", 2, 4, {}),
-        ("shard_map", 2, 4, {"remat": "full"}),
+        pytest.param("shard_map", 2, 4, {}, marks=pytest.mark.slow),
+        pytest.param("shard_map", 2, 4, {"remat": "full"}, marks=pytest.mark.slow),
         ("shard_map", 4, 2, {"kv_heads": 2, "tie_embeddings": True, "scan_layers": False}),
-        ("auto", 2, 4, {}),
+        pytest.param("auto", 2, 4, {}, marks=pytest.mark.slow),
         ("auto", 4, 2, {"kv_heads": 2, "tie_embeddings": True, "remat": "dots_saveable"}),
-        ("fsdp", 4, 2, {"kv_heads": 2}),
+        pytest.param("fsdp", 4, 2, {"kv_heads": 2}, marks=pytest.mark.slow),
         ("fsdp", 4, 1, {"tie_embeddings": True, "scan_layers": False}),
     ],
 )

@@ -52,8 +52,15 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6 * scale, rtol=2e-5, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "scanned"),
+    [
+        *((name, True) for name in CONFIGS),
+        ("gpt2", False),
+        pytest.param("phi", False, marks=pytest.mark.slow),
+        pytest.param("mpt", False, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_loss_and_gradients_are_those_of_the_published_model(
     stored: dict[str, np.ndarray], name: str, scanned: bool
 ) -> None:

@@ -99,7 +99,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES[:4], CASES), ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES[1:3], CASES), ids=str)
 def test_any_mesh_trains_as_one_device(case: tuple[str, dict[str, Any]]) -> None:
     name, mesh = case
     expected = plain(MODELS[name], segments=mesh.get("segments", False))
@@ -107,7 +107,8 @@ def test_any_mesh_trains_as_one_device(case: tuple[str, dict[str, Any]]) -> None
     assert expected[1][-1]["loss"] < expected[1][0]["loss"]
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt"], MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_strands_train_as_the_plain_step(name: str) -> None:
     assert_alike(plain(MODELS[name], dp=2, tp=2, strands=True), plain(MODELS[name], dp=2, tp=2))
 

@@ -74,7 +74,7 @@ def test_one_device_predicts_what_training_does() -> None:
         pytest.param(4, False, "monolithic", marks=pytest.mark.slow),
         (4, True, "hybrid:2"),
         (4, False, "bidirectional_ring"),
-        (8, False, "ring"),
+        pytest.param(8, False, "ring", marks=pytest.mark.slow),
     ],
 )
 def test_devices_that_share_heads_predict_what_training_does(devices: int, scan_layers: bool, form: str | None) -> None:

@@ -71,6 +71,7 @@ def test_wide_gradients_are_not_rounded(spec: str) -> None:
     np.testing.assert_allclose(by_weight.gradient, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_cross_entropy_and_the_weighted_routing_losses() -> None:
     config = dataclasses.replace(TINY, balance_weight=0.5, z_weight=0.25)
     params = model.init_params(config, jax.random.key(0))

@@ -12,6 +12,7 @@ import pytest
 from dhelix.models.common.parallel import SINGLE_DEVICE
 from dhelix.models.moe import experts, model
 from dhelix.models.moe.moe_config import MOE_PRESETS
+from dhelix.tests.quick import slow_but
 
 STORED = Path(__file__).parents[2] / "testdata" / "moe" / "references.npz"
 # No expert overflows: the references have no capacity.
@@ -48,7 +49,7 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("scanned", slow_but([True], [True, False]))
 def test_logits_losses_and_gradients_are_those_of_mixtral(stored: dict[str, np.ndarray], scanned: bool) -> None:
     config = dataclasses.replace(MIXTRAL, scan_layers=scanned)
     params, expected = under(stored, "mixtral/param/"), under(stored, "mixtral/gradient/")

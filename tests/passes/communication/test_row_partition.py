@@ -143,7 +143,7 @@ STEPS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 @hypothesis.given(
     strategies.lists(strategies.sampled_from(sorted(STEPS)), max_size=6),
     strategies.lists(strategies.sampled_from(sorted(STEPS)), max_size=3),

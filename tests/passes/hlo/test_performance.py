@@ -11,6 +11,7 @@ import pytest
 from dhelix.passes.hlo import Builder, Computation, HloModule, graph, verify
 from dhelix.passes.hlo.edit import copy_computation, drop_dead, inline_calls
 from dhelix.tests.passes.hlo.modules import VECTOR, base
+from dhelix.tests.quick import slow_but
 
 
 def one_long_computation(count: int) -> HloModule:
@@ -75,7 +76,14 @@ def read_check_write(source: bytes) -> HloModule:
     return module
 
 
-@pytest.mark.parametrize("make", [lambda: one_long_computation(100_000), lambda: many_computations(10_000, 4)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: one_long_computation(100_000),
+        pytest.param(lambda: many_computations(10_000, 4), marks=pytest.mark.slow),
+    ],
+    ids=["one long computation", "many computations"],
+)
 def test_parsing_verifying_and_writing_a_large_module(make: Callable[[], HloModule]) -> None:
     source = make().to_bytes()
     assert HloModule.from_bytes(source).instruction_count >= 50_000
@@ -109,7 +117,10 @@ EDITS: dict[str, tuple[Callable[[int], HloModule], Callable[[HloModule], object]
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+SIBLINGS = {"inline nested", "sort computations"}  # of "inline" and "sort"
+
+
+@pytest.mark.parametrize("edit", slow_but(EDITS.keys() - SIBLINGS, EDITS))
 def test_edits_are_linear(edit: str) -> None:
     make, action = EDITS[edit]
     assert any(grows(make, action, 4_000) < 9 for _ in range(3))  # a busy machine gets another try

@@ -158,7 +158,7 @@ def test_the_manager_leaves_a_refused_module_alone() -> None:
     assert "the smallest needs" in str(report.passes[0].notes[-1])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(two_strands(), st.randoms(use_true_random=False))
 def test_side_effects_and_control_dependencies_keep_their_order(
     drawn: tuple[Program, list[str]], draw: random.Random

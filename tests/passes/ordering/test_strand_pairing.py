@@ -155,7 +155,7 @@ def test_memory_is_a_hard_limit() -> None:
     assert tight.memory.peak(entry, pairing_order(entry, sequence, costs, tight)) <= tight.bytes
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(two_strands(), st.sampled_from([0.0, 0.03, 1.0]))
 def test_orders_of_random_programs(drawn: tuple[Program, list[str]], slack: float) -> None:
     """Legal, correct with shared buffers, within memory, and never slower than the list schedule or the given order."""

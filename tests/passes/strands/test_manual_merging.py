@@ -90,8 +90,12 @@ def merged(run: Any) -> list[str]:
     ("loss", "loops"),
     [
         (loss(attention(scanned=True)), [str(LAYERS), str(HOPS)]),
-        (loss(attention(scanned=True), remat=False, check_vma=False), [str(LAYERS), str(HOPS)]),
-        (loss(attention(scanned=False)), [str(LAYERS)]),
+        pytest.param(
+            loss(attention(scanned=True), remat=False, check_vma=False),
+            [str(LAYERS), str(HOPS)],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(loss(attention(scanned=False)), [str(LAYERS)], marks=pytest.mark.slow),
     ],
     ids=["scanned ring", "residuals kept, without check_vma", "unrolled ring"],
 )

@@ -77,7 +77,7 @@ def _without_barriers(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", slow_but(["full"], ["none", "full"]))
 def test_an_unrolled_layer_hands_over_no_more_than_a_scanned_one(remat: str) -> None:
     """Values that backward recomputes stay in backward, although data flow alone would let forward compute them."""
 

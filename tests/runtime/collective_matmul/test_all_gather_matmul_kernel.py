@@ -162,11 +162,11 @@ def lowered(axes, name, rows=2048, tiles=None):
 @pytest.mark.parametrize(
     "axes, name, tiles",
     [
-        ({"tp": 2}, "tp", None),
-        ({"tp": 2}, "tp", dataclasses.replace(TILES, chunks=1)),
+        pytest.param({"tp": 2}, "tp", None, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, "tp", dataclasses.replace(TILES, chunks=1), marks=pytest.mark.slow),
         ({"tp": 2, "dp": 2}, "tp", None),
-        ({"dp": 2, "tp": 4}, "tp", None),
-        ({"tp": 8}, "tp", None),
+        pytest.param({"dp": 2, "tp": 4}, "tp", None, marks=pytest.mark.slow),
+        pytest.param({"tp": 8}, "tp", None, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_for_any_axis_of_the_mesh(axes, name, tiles):

@@ -95,17 +95,17 @@ def test_nobody_goes_on_before_all_have_begun_and_all_go_on(seed):
 @pytest.mark.deviceless
 def test_kernels_meet_without_xla():
     """XLA's own barrier is off, and the kernel has words for all devices."""
-    mesh = deviceless.mesh({"tp": 4})
-    site = Site("matmul_reduce_scatter", 1024, 512, 512, "bfloat16", 4)
+    mesh = deviceless.mesh({"tp": 2})  # with more devices, LLVM takes longer
+    site = Site("matmul_reduce_scatter", 1024, 512, 512, "bfloat16", 2)
     assert matmul_reduce_scatter.supported(site) is None
     call = functools.partial(matmul_reduce_scatter.matmul_reduce_scatter_kernel, axis_name="tp")
     specs = P(None, "tp"), P("tp")
     step = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=False)
     x, w = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(((1024, 2048), (2048, 512)), specs, strict=True)
+        for shape, spec in zip(((1024, 1024), (1024, 512)), specs, strict=True)
     )
     text = deviceless.compile(jax.jit(step).lower(x, w)).as_text() or ""
     (line,) = (it for it in text.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in it)
-    assert "skip_device_barrier = true" in line and "s32[4,2]" in line
+    assert "skip_device_barrier = true" in line and "s32[2,2]" in line
     assert device_barrier.words(4).shape == (4, 2)

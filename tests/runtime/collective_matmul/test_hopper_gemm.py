@@ -88,7 +88,7 @@ def multiply(gemm: Gemm, x: jax.Array, w: jax.Array, staged: jax.Array | None = 
     [
         (1, Tiles(64, 128, 64, 2, "N", 2, 1)),
         (2, Tiles(128, 64, 64, 3, "M", 1, 4)),
-        (1, Tiles(128, 128, 64, 2, "M", 2, 3)),
+        pytest.param(1, Tiles(128, 128, 64, 2, "M", 2, 3), marks=pytest.mark.slow),
     ],
     ids=["one block, wide N", "clusters, wide M", "a tile cut in two"],
 )
@@ -100,11 +100,14 @@ def test_product_with_tail_of_columns_and_blocks_of_several_tiles(cluster, tiles
 @pytest.mark.parametrize(
     "gemm",
     [
-        Gemm(512, 192, 64, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 1), 1),
-        Gemm(384, 320, 128, "bfloat16", Tiles(128, 192, 64, 2, "M", 2, 1), 1, halves=False),
+        pytest.param(Gemm(512, 192, 64, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 1), 1), marks=pytest.mark.slow),
+        pytest.param(
+            Gemm(384, 320, 128, "bfloat16", Tiles(128, 192, 64, 2, "M", 2, 1), 1, halves=False),
+            marks=pytest.mark.slow,
+        ),
         Gemm(512, 256, 192, "bfloat16", Tiles(128, 256, 64, 2, "M", 2, 3), 1, store_slots=3),
         Gemm(128, 128, 128, "bfloat16", Tiles(128, 128, 64, 2, "M", 2, 3), 1),
-        Gemm(256, 256, 192, "bfloat16", Tiles(64, 256, 64, 2, "N", 2, 3), 1),
+        pytest.param(Gemm(256, 256, 192, "bfloat16", Tiles(64, 256, 64, 2, "N", 2, 3), 1), marks=pytest.mark.slow),
     ],
     ids=[
         "one step, more pieces", "slots do not go round", "a half behind three slots", "fewer tiles than blocks",

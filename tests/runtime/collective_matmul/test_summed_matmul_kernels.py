@@ -19,6 +19,7 @@ from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import matmul_all_reduce, matmul_reduce_scatter
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 from dhelix.runtime.compiler import deviceless
+from dhelix.tests.quick import slow_but
 
 deviceless.prepare_environment()
 
@@ -268,11 +269,11 @@ def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024, dep
 @pytest.mark.parametrize(
     "kind, axes, rows",
     [
-        ("matmul_reduce_scatter", {"tp": 2}, 1024),
+        pytest.param("matmul_reduce_scatter", {"tp": 2}, 1024, marks=pytest.mark.slow),
         # LLVM's time grows with the square of the number of devices
         ("matmul_reduce_scatter", {"dp": 2, "tp": 2}, 1024),
         ("matmul_all_reduce", {"tp": 2, "dp": 2}, 1024),
-        ("matmul_all_reduce", {"tp": 4}, 1024),
+        pytest.param("matmul_all_reduce", {"tp": 4}, 1024, marks=pytest.mark.slow),
         ("matmul_all_reduce", {"tp": 4}, 64),
     ],
 )
@@ -285,7 +286,7 @@ def test_compiles_for_any_axis_of_the_mesh(kind, axes, rows):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", slow_but([64], [16, 64]))
 def test_compiles_with_splits(rows):
     compiled = deviceless.compile(lowered("matmul_all_reduce", {"tp": 4}, rows, 2048, 4096))
     assert (compiled.as_text() or "").count('custom_call_target="mosaic_gpu_v2"') == 1

@@ -98,6 +98,7 @@ def test_state_masks_keys_and_metrics() -> None:
     jax.tree.map(np.testing.assert_array_equal, again, ((loss, metrics), gradients))
 
 
+@pytest.mark.slow
 def test_a_random_key_that_goes_from_layer_to_layer() -> None:
     def dropout(p: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
         @jax.checkpoint  # so that the key is kept for the backward pass
@@ -126,12 +127,13 @@ def weighted_loss(p: Any, batch: dict[str, Any]) -> jax.Array:
     return jnp.sum(nll(p, x, rows[:, 1:]) * mask) / jnp.sum(mask)
 
 
-def test_weights_and_not_a_number_where_nothing_counts() -> None:
+@pytest.mark.parametrize("schedule", slow_but(["1f1b"], ["w", "1f1b"]))
+def test_weights_and_not_a_number_where_nothing_counts(schedule: str) -> None:
     mask = np.random.RandomState(1).randint(0, 2, (ROWS, TOKENS.shape[1] - 1)).astype(np.float32)
     mask[1::MICROBATCHES] = 0  # all of the second micro-batch
     batch = {"rows": TOKENS, "mask": mask}
     options = {"reduce": "weighted", "weights": lambda params, batch: jnp.sum(batch["mask"])}
-    loss, gradients = in_pipeline(weighted_loss, batch, **options)(PARAMS)
+    loss, gradients = in_pipeline(weighted_loss, batch, schedule=schedule, **options)(PARAMS)
     assert np.isfinite(loss)
     assert_close((loss, gradients), in_loop(weighted_loss, batch, **options))
 
@@ -149,20 +151,22 @@ def test_weights_cast_in_the_loss_function_and_sums() -> None:
     assert_close((loss, gradients), in_loop(cast_loss, TOKENS, reduce="sum"), tolerance=2e-2)
 
 
-def test_weights_that_are_frozen_or_that_no_layer_reads() -> None:
+@pytest.mark.parametrize("schedule", slow_but(["1f1b"], ["w", "1f1b"]))
+def test_weights_that_are_frozen_or_that_no_layer_reads(schedule: str) -> None:
     def frozen(p: Any, rows: jax.Array) -> jax.Array:
         weights = lax.stop_gradient(p["layers"]["w_in"]), p["layers"]["w_out"]
         x = p["embedding"][rows[:, :-1]]
         x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)
         return jnp.mean(nll(p, x, rows[:, 1:]))
 
-    loss, gradients = in_pipeline(frozen, TOKENS)(PARAMS)
+    loss, gradients = in_pipeline(frozen, TOKENS, schedule=schedule)(PARAMS)
     assert np.any(gradients["layers"]["w_out"])
     assert not np.any(gradients["layers"]["w_in"])
     assert not np.any(gradients["layers"]["norm"])
     assert_close((loss, gradients), in_loop(frozen, TOKENS))
 
 
+@pytest.mark.slow
 def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     def metric(p: Any, rows: jax.Array) -> Any:
         x, _ = lax.scan(lambda x, w: (layer(x, w), None), p["embedding"][rows[:, :-1]], p["layers"])
@@ -177,7 +181,8 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
 
 
-@pytest.mark.parametrize("schedule", ["w", "interleaved_si"])  # the last layer is on the first stage, and on the last
+# the last layer is on the first stage in the first schedule, and on the last stage in the others
+@pytest.mark.parametrize("schedule", slow_but(["1f1b"], ["w", "interleaved_si", "1f1b"]))
 def test_sums_over_layers_are_outputs_of_shared_ends(schedule: str) -> None:
     def metric(axes: Axes, p: Any, rows: jax.Array) -> Any:
         def block(carry: Any, w: Any) -> Any:

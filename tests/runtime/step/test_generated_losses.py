@@ -24,7 +24,7 @@ from jax import lax
 from dhelix.runtime.step.microbatches.value_and_grad import microbatching, value_and_grad
 from dhelix.tests.passes.interpreter import interpret
 
-PROGRAMS = 30  # different programs per family
+PROGRAMS = [12, pytest.param(30, marks=pytest.mark.slow)]  # different programs per family
 FAMILIES = {
     "float32": ("float32",), "half": ("bfloat16", "float16"), "complex": ("complex64", "holomorphic"),
     "float8": ("float8_e4m3fn", "float8_e5m2"),
@@ -353,18 +353,19 @@ def _parts(tree: Any) -> list[jax.Array]:
     return [part.astype(jnp.float32) for part in parts]
 
 
+@pytest.mark.parametrize("programs", PROGRAMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_as_jax_value_and_grad_of_the_whole_batch(family: str) -> None:
+def test_as_jax_value_and_grad_of_the_whole_batch(family: str, programs: int) -> None:
     checked: set[Program] = set()
     failed: list[Program] = []  # after the first failure hypothesis shrinks, and checks everything that it tries
 
-    @hypothesis.settings(max_examples=PROGRAMS + 15, suppress_health_check=(hypothesis.HealthCheck.too_slow,))
+    @hypothesis.settings(max_examples=programs + 15, suppress_health_check=(hypothesis.HealthCheck.too_slow,))
     @hypothesis.given(drawn(family))
     def run(program: Program) -> None:
-        if failed or (program not in checked and len(checked) < PROGRAMS):
+        if failed or (program not in checked and len(checked) < programs):
             failed.append(program)
             check(program)
             checked.add(failed.pop())
 
     run()
-    assert len(checked) == PROGRAMS
+    assert len(checked) == programs

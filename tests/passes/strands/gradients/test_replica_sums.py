@@ -115,12 +115,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["dp", "dp x cp x tp"], CASES))
+@pytest.mark.parametrize("name", slow_but(["dp"], CASES))
 def test_five_steps_are_the_plain_steps(name: str) -> None:
     ours = train(CASES[name])
     assert ours["replica-sums"].outcome == CHANGED, ours["replica-sums"].notes
 
 
+@pytest.mark.slow
 def test_reduced_layer_by_layer_in_the_last_backward_pass() -> None:
     passes = (*strand_passes(), GradientReduction(least=0))
     report = train(CASES["dp x cp x tp"], passes=passes)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix import strand_interleave, value_and_grad
 from dhelix.passes.framework.report import Report
+from dhelix.tests.quick import slow_but
 
 LAYERS, WIDTH, INNER, ROWS, MICROBATCHES = 4, 8, 16, 32, 4
 SPECS = {"up": P(None, None, "tp"), "down": P(None, "tp"), "head": P()}
@@ -194,7 +195,9 @@ OF_OWN_LOOPS: dict[str, tuple[Function, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", slow_but(["unrolled layers", "checkpoint and jit in each layer", "scanned ring"], LOSSES)
+)
 def test_value_and_grad_of_a_shard_map(name: str) -> None:
     loss, loops = LOSSES[name]
     report = compare(by_value_and_grad(loss), MICROBATCHES)
@@ -202,7 +205,7 @@ def test_value_and_grad_of_a_shard_map(name: str) -> None:
     assert loops == [] or report["gradient-accumulation"].outcome == "changed"
 
 
-@pytest.mark.parametrize("name", OF_OWN_LOOPS)
+@pytest.mark.parametrize("name", slow_but(OF_OWN_LOOPS.keys() - {"without check_vma"}, OF_OWN_LOOPS))
 def test_an_own_loop_over_calls_of_a_shard_map(name: str) -> None:
     loss, loops = OF_OWN_LOOPS[name]
 

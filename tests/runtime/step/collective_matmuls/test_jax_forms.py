@@ -111,7 +111,7 @@ def plain(axis: str) -> tuple[jax.stages.Lowered, Any]:
     ("form", "axis"),
     [
         (Form("ring"), "dp"),
-        (Form("bidirectional_ring"), "tp"),
+        pytest.param(Form("bidirectional_ring"), "tp", marks=pytest.mark.slow),
         (Form("hybrid", chunks=2), "tp"),
     ],
     ids=lambda value: getattr(value, "key", value),
@@ -324,7 +324,7 @@ def test_on_gpus_collectives_run_beside_products(form: Form, permutes: int, othe
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 4}], ids=str)
+@pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"dp": 2, "tp": 4}, marks=pytest.mark.slow)], ids=str)
 def test_on_gpus_a_kernel_is_spliced_in(axes: dict[str, int]) -> None:
     """The custom call holds the kernel and the program's mesh, and no NCCL collective is in flight next to it."""
     mesh = deviceless.mesh(axes)
