@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -189,7 +190,8 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
 
     All jitted functions become executables in `MeshComputation.compile`. If `change` returns None, the program compiles
     as without this function. Otherwise what it returns runs instead. Programs that are marked (`mark_known`), and those
-    that are compiled with options of their own, are not offered.
+    that are compiled with options of their own, are not offered. A program that is lowered twice, such as ahead of time
+    and at the first call, is offered once, because JAX compiles it once.
 
     Returns:
       A function that undoes this.
@@ -208,18 +210,26 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
             "interleaved; use jax >= 0.11.2 and < 0.13"
         )
 
+    done: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
     @functools.wraps(original)
     def compile_(self: Any, *args: Any, **options: Any) -> Any:
         offered = not args and not any(value is not None for value in options.values())
         if not offered or self._executable is not None or getattr(self, _KNOWN, False):
             return original(self, *args, **options)
-        infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
-        lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
-        compiled: Any = change(lowered)
-        if compiled is None:
+        before = done.setdefault(self._hlo, [])
+        settings = (self.compile_args, self._compiler_options_kvs, self._device_list)
+        executable = next((found for given, found in before if given == settings), _NOT_YET)
+        if executable is _NOT_YET:
+            infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
+            lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
+            compiled: Any = change(lowered)
+            executable = None if compiled is None else compiled._executable
+            before.append((settings, executable))
+        if executable is None:
             return original(self, *args, **options)
-        self._executable = compiled._executable
-        return self._executable
+        self._executable = executable
+        return executable
 
     kind.compile = compile_
 
@@ -236,6 +246,7 @@ def mark_known(lowered: jax.stages.Lowered) -> None:
 
 
 _KNOWN = "_dhelix_known"
+_NOT_YET = object()
 
 
 def program_name(lowered: jax.stages.Lowered) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +51,22 @@ def test_a_trainer_trains_the_same_and_its_step_is_interleaved(name: str, catchi
     assert changed and "two strands over 3 layers, 4 micro-batches" in changed[0].why[0]
     assert all(one.outcome == CHANGED for one in catch.seen)
     assert f"{len(changed)} of {len(catch.seen) + catch.others} programs" in catch.report()
+
+
+def test_a_step_that_is_lowered_twice_is_compiled_once(catching: Catching, monkeypatch: pytest.MonkeyPatch) -> None:
+    catch = catching()
+    steps = [b for b in compiled_bytes(monkeypatch, lambda: trainers.ahead_of_time(True)) if b"train_step" in b]
+    assert len(steps) == len(catch.seen) == 1 and catch.seen[0].outcome == CHANGED
+
+
+def test_what_is_remembered_of_a_program_goes_with_it() -> None:
+    offered: list[Any] = []
+    undo = jax_compat.catch_compilations(lambda lowered: offered.append(weakref.ref(lowered.compiler_ir())))
+    jax.jit(lambda x: x * 3)(jnp.ones(4))
+    undo()
+    jax.clear_caches()
+    gc.collect()
+    assert offered and not any(module() for module in offered)
 
 
 def test_accumulation_across_calls_is_recognized(catching: Catching) -> None:
