@@ -214,8 +214,8 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
 
     @functools.wraps(original)
     def compile_(self: Any, *args: Any, **options: Any) -> Any:
-        offered = not args and not any(value is not None for value in options.values())
-        if not offered or self._executable is not None or getattr(self, _KNOWN, False):
+        own = bool(args or options.get("compiler_options")) or options.get("device_assignment") is not None
+        if own or self._executable is not None or getattr(self, _KNOWN, False):
             return original(self, *args, **options)
         before = done.setdefault(self._hlo, [])
         settings = (self.compile_args, self._compiler_options_kvs, self._device_list)

@@ -22,23 +22,19 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.plans import plan_files
-from dhelix.profiles.files import storage
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import decorating
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs
-from dhelix.runtime.sharding.state_plan import agreed
 from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
 from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
 from dhelix.runtime.step.frameworks.nnx_front import NnxFront, is_nnx_jitted
 from dhelix.runtime.step.interleaved_step import InterleavedStep
-from dhelix.runtime.step.options import AUTO, OFF, StepOptions, with_options_of
-from dhelix.runtime.tuning import in_effect
+from dhelix.runtime.step.loaded_options import loaded
+from dhelix.runtime.step.options import OFF, StepOptions, with_options_of
 
 
 @with_options_of(StepOptions)
@@ -88,46 +84,6 @@ def interleaved(function: Callable[..., Any], options: StepOptions) -> Interleav
     if options.matmuls != OFF and not (jax_compat.is_jitted(step) or is_nnx_jitted(step)):
         options = options.but(compiler_options={**calls_outside_graphs(os.environ), **(options.xla or {})})
     return InterleavedStep(step, loaded(options), front=front)
-
-
-def loaded(options: StepOptions) -> StepOptions:
-    """Returns `options` with the content of the plan and the profile instead of their paths, and with its sections.
-
-    Raises DhelixError if a file cannot be read.
-    """
-    plan, profile = options.plan, options.profile
-    if isinstance(plan, (str, Path)):
-        options = options.but(plan=plan_files.load(plan))
-    if isinstance(options.tuning, (str, Path)):
-        options = options.but(tuning=plan_files.load(options.tuning))
-    options = _with_sections(options)
-    if isinstance(profile, (str, Path)) and profile != AUTO:
-        if not Path(profile).exists():
-            raise DhelixError(f"profile={str(profile)!r}: no such file; give a profile's path, or 'auto'")
-        options = options.but(profile=storage.load(profile))
-    return options
-
-
-def _with_sections(options: StepOptions) -> StepOptions:
-    """Returns `options` with the plan's sharding and tuning as options. A plan that has nothing else orders nothing.
-
-    Raises:
-      ShardingError: `sharding` contradicts the plan.
-      DhelixError: the plan that was given as `tuning` has no settings.
-    """
-    if options.plan is not None:
-        plan = options.loaded_plan
-        changed: dict[str, Any] = {"plan": None} if plan.leaves_program else {}
-        if plan.sharding is not None:
-            changed["sharding"] = agreed(options.sharding, plan.sharding)
-        if plan.tuning is not None and options.tuning is None:
-            changed["tuning"] = plan
-        options = options.but(**changed)
-    if options.tuning is not None:
-        if options.loaded_tuning.tuning is None:
-            raise DhelixError("the plan of tuning= has no settings of collectives: make them with `dhelix tune --out`")
-        in_effect.prepare(options.loaded_tuning)
-    return options
 
 
 def _check_pipeline(options: StepOptions) -> None:

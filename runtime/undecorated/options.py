@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dhelix.runtime.step.loaded_options import loaded
 from dhelix.runtime.step.options import StepOptions
-from dhelix.runtime.step.strand_interleave import loaded
 
 
 def step_options(given: Mapping[str, Any]) -> StepOptions:

@@ -71,7 +71,7 @@ def ahead_of_time(calls_jitted: bool = False) -> list[float]:
     of_state = jax.tree.map(lambda x: x.sharding, state)
     of_batch = NamedSharding(mesh, P("fsdp"))
     jitted = jax.jit(train_step, in_shardings=(of_state, of_batch), out_shardings=(of_state, None), donate_argnums=0)
-    compiled = jitted.lower(state, jax.device_put(_data(0), of_batch)).compile()
+    compiled = jitted.lower(state, jax.device_put(_data(0), of_batch)).compile({})
     losses = []
     for step in range(STEPS):
         state, metrics = (jitted if calls_jitted else compiled)(state, jax.device_put(_data(step), of_batch))
