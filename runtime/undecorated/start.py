@@ -17,9 +17,18 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 
+_NEEDED = ("dhelix.passes.jax_compat", "dhelix.runtime.undecorated.catch")
+"""Modules that the catcher needs, and that import jax."""
+
 
 def now() -> None:
-    """Begins at once, with the policy of the environment."""
+    """Begins at once, with the policy of the environment.
+
+    If dhelix itself imports jax, its modules are not whole yet. Then this begins at the next import after they are.
+    """
+    if _half_imported():
+        sys.meta_path.insert(0, _Later(now))
+        return
     from dhelix.runtime.undecorated import catch, policy
 
     try:
@@ -34,6 +43,23 @@ def when_jax_is_imported() -> None:
         now()
     else:
         sys.meta_path.insert(0, _Finder(now))
+
+
+def _half_imported() -> bool:
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in _NEEDED)
+    return any(getattr(spec, "_initializing", False) for spec in specs)
+
+
+class _Later(importlib.abc.MetaPathFinder):
+    """Finds nothing, and calls a function at the first import after the needed modules are whole."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if self in sys.meta_path and not _half_imported():
+            sys.meta_path.remove(self)
+            self._then()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -66,6 +66,19 @@ def test_arguments_and_exit_code_are_the_programs_own(tmp_path: Path) -> None:
     assert said == ["arguments ['--exit', '--schedule', 'list', '-m', 'x'] __main__", "jax imported False"]
 
 
+@pytest.mark.parametrize("module", ["dhelix.passes.jax_compat", "dhelix.auto", "jax"])
+def test_whatever_imports_jax_first_programs_are_looked_at(tmp_path: Path, module: str) -> None:
+    script = f"""
+import {module}, colorsys
+from jax._src.interpreters import pxla
+print("caught", hasattr(pxla.MeshComputation.compile, "__wrapped__"))
+"""
+    (tmp_path / "script.py").write_text(script)
+    words = [sys.executable, "-m", "dhelix", "run", "script.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("caught True\n", "")
+
+
 def test_a_traceback_is_the_programs_own(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     plain = subprocess.run([sys.executable, "script.py", "--fail"], cwd=tmp_path, capture_output=True, text=True)
