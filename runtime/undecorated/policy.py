@@ -40,7 +40,7 @@ class Policy:
       quiet: whether nothing is printed at the end.
 
     Raises:
-      DhelixError: an option is unknown, or not one that has a flag.
+      DhelixError: an option is unknown, or neither `disable` nor one that has a flag.
     """
 
     only: tuple[str, ...] = ()
@@ -51,7 +51,8 @@ class Policy:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        known = step_options.flags().keys() - {"verify"}  # which compares two calls, and only a decorator sees calls
+        # verify compares two calls, and only a decorator sees calls.
+        known = step_options.flags().keys() - {"verify"} | {"disable"}
         for place, given in {"": self.options, **self.functions}.items():
             if not isinstance(given, Mapping):
                 raise DhelixError(f"options of {place!r} are a table of names and values, not {given!r}")

@@ -148,6 +148,12 @@ def test_options_reach_the_passes(catching: Catching) -> None:
     assert catch.seen[0].outcome == FAILED and "schedule='xla' cannot keep to max_in_flight" in catch.seen[0].why[0]
 
 
+def test_a_pass_that_is_switched_off_does_not_run(catching: Catching) -> None:
+    catch = catching(options={"disable": ["strand-duplication"]})
+    trainers.ahead_of_time()
+    assert catch.seen[0].outcome == LEFT_ALONE
+
+
 def test_whatever_fails_in_dhelix_the_program_goes_on(catching: Catching, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room\nfor this")
