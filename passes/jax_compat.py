@@ -219,7 +219,7 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
             return original(self, *args, **options)
         before = done.setdefault(self._hlo, [])
         settings = (self.compile_args, self._compiler_options_kvs, self._device_list)
-        executable = next((found for given, found in before if given == settings), _NOT_YET)
+        executable = next((found for given, found in before if _same(given, settings)), _NOT_YET)
         if executable is _NOT_YET:
             infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
             lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
@@ -243,6 +243,14 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
 def mark_known(lowered: jax.stages.Lowered) -> None:
     """Keeps a program, and all copies of it that are made later, away from `catch_compilations`."""
     setattr(_computation(lowered), _KNOWN, True)
+
+
+def _same(given: Any, settings: Any) -> bool:
+    """Whether two sets of compilation arguments are equal. What cannot be compared counts as different."""
+    try:
+        return bool(given == settings)
+    except Exception:
+        return False
 
 
 _KNOWN = "_dhelix_known"
