@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -191,7 +192,7 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
     All jitted functions become executables in `MeshComputation.compile`. If `change` returns None, the program compiles
     as without this function. Otherwise what it returns runs instead. Programs that are marked (`mark_known`), and those
     that are compiled with options of their own, are not offered. A program that is lowered twice, such as ahead of time
-    and at the first call, is offered once, because JAX compiles it once.
+    and at the first call, or for shardings that are spelled otherwise, is offered once, because JAX compiles it once.
 
     Returns:
       A function that undoes this.
@@ -211,22 +212,29 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
         )
 
     done: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+    here = threading.local()
 
     @functools.wraps(original)
     def compile_(self: Any, *args: Any, **options: Any) -> Any:
         own = bool(args or options.get("compiler_options")) or options.get("device_assignment") is not None
         if own or self._executable is not None or getattr(self, _KNOWN, False):
-            return original(self, *args, **options)
-        before = done.setdefault(self._hlo, [])
-        settings = (self.compile_args, self._compiler_options_kvs, self._device_list)
-        executable = next((found for given, found in before if _same(given, settings)), _NOT_YET)
-        if executable is _NOT_YET:
-            infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
-            lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
-            compiled: Any = change(lowered)
-            executable = None if compiled is None else compiled._executable
-            before.append((settings, executable))
-        if executable is None:
+            executable = original(self, *args, **options)
+            if getattr(here, "made", None) is not None:
+                here.made.append((executable, (self, args, options)))
+            return executable
+        before, settings = done.setdefault(self._hlo, []), (self._compiler_options_kvs, self._device_list)
+        for given, made in before:
+            if _same(given, settings):
+                return original(self, *args, **options) if made is None else _again(original, made, self)
+        outer, here.made = getattr(here, "made", None), []
+        infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
+        lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
+        compiled: Any = change(lowered)
+        executable = None if compiled is None else compiled._executable
+        ours = [made for found, made in here.made if found is executable] if compiled is not None else [None]
+        before += [(settings, made) for made in ours[:1]]
+        here.made = outer
+        if compiled is None:
             return original(self, *args, **options)
         self._executable = executable
         return executable
@@ -238,6 +246,19 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
             kind.compile = original
 
     return undo
+
+
+def _again(original: Callable[..., Any], made: tuple[Any, Any, Any], computation: Any) -> Any:
+    """Compiles a changed program for another lowering of its module. JAX finds it in its cache, so this is quick.
+
+    Such lowerings differ in how they spell shardings: P("x") and P("x", None). The results of a step are often spelled
+    in another way than the first state, so the second call of a step comes here.
+    """
+    changed, args, options = made
+    twin = copy.copy(changed)
+    twin.compile_args, twin._executable = computation.compile_args, None
+    computation._executable = original(twin, *args, **options)
+    return computation._executable
 
 
 def mark_known(lowered: jax.stages.Lowered) -> None:
@@ -254,7 +275,6 @@ def _same(given: Any, settings: Any) -> bool:
 
 
 _KNOWN = "_dhelix_known"
-_NOT_YET = object()
 
 
 def program_name(lowered: jax.stages.Lowered) -> str:

@@ -71,6 +71,27 @@ def test_a_step_that_is_lowered_twice_is_compiled_once() -> None:
     assert done.stdout.strip() == str([CHANGED])
 
 
+def test_shardings_that_are_spelled_otherwise_get_the_changed_program() -> None:
+    mesh, offered, compiled = trainers._mesh(data=8), [], []
+
+    def change(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        offered.append(lowered)
+        jax_compat.mark_known(lowered)
+        compiled.append(lowered.compile())
+        return compiled[-1]
+
+    double = jax.jit(lambda x: 2.0 * x + 1.0)
+    xs = [jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in (P("data"), P("data", None))]
+    undo = jax_compat.catch_compilations(change)
+    try:
+        executables = [double.lower(x).compile() for x in xs]
+    finally:
+        undo()
+    assert len(offered) == 1
+    assert len({id(one.runtime_executable()) for one in (*executables, *compiled)}) == 1
+    assert [one.input_shardings[0][0].spec for one in executables] == [x.sharding.spec for x in xs]
+
+
 def test_what_is_remembered_of_a_program_goes_with_it() -> None:
     offered: list[Any] = []
     undo = jax_compat.catch_compilations(lambda lowered: offered.append(weakref.ref(lowered.compiler_ir())))
