@@ -31,6 +31,7 @@ from dhelix.benchmarks.sharding import against_xla as sharding_memory_study
 from dhelix.benchmarks.sharding import run as sharding_study
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.benchmarks.strands import tables as strand_tables
+from dhelix.benchmarks.trainers import results as trainer_results
 
 
 def strands(paths: Sequence[Path]) -> str:
@@ -121,6 +122,11 @@ def sharding_memory(paths: Sequence[Path]) -> str:
 def simulated_tuning(paths: Sequence[Path]) -> str:
     """Searches for settings of collectives, compared on simulated overlaps."""
     return "\n\n".join(tuning_study.markdown(_load(path)) for path in paths)
+
+
+def trainers(paths: Sequence[Path]) -> str:
+    """Trainers of other people, plain and under `dhelix run`."""
+    return trainer_results.table([trainer_results.Result.of(r) for path in paths for r in _load(path)["results"]])
 
 
 def records(paths: Sequence[Path]) -> str:
