@@ -2,9 +2,9 @@
 
     strand_interleave.py   the decorator
     interleaved_step.py    the step that the decorator makes
-    argument_keys.py       keys that tell kinds of arguments apart
     frameworks/            support for arguments that are objects of Flax NNX or modules of Equinox
     options.py             the options of a step; a new option is added here
+    loaded_options.py      reads the files that options name
     target.py              the GPUs that a program is for, and the costs of operators on these GPUs
     pass_lists.py          the passes of each schedule, as data
     step_passes.py         makes the passes of one program from these lists

@@ -28,8 +28,8 @@ from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.sharding.sharded_program import ShardedStates
 from dhelix.runtime.step import verification
-from dhelix.runtime.step.argument_keys import leaf_key, name_of
 from dhelix.runtime.step.frameworks import front_choice
+from dhelix.runtime.step.frameworks.argument_keys import leaf_key, name_of
 from dhelix.runtime.step.microbatches.value_and_grad import Microbatching, microbatching
 from dhelix.runtime.step.options import JitOptions, StepOptions
 from dhelix.runtime.step.specialization import Specialization

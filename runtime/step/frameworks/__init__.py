@@ -2,6 +2,7 @@
 
 A front turns such arguments into arrays for an inner step.
 
+    argument_keys.py    keys that tell kinds of arguments apart, for all steps
     front_choice.py     chooses the front for a call, and reports captured objects
     nnx_front.py        the front for NNX objects; it uses `nnx.jit`
     fixed_leaves.py     the front for arguments with leaves that are not arrays; it works like `eqx.filter_jit`

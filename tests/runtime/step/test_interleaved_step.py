@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.step import argument_keys
+from dhelix.runtime.step.frameworks import argument_keys
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
