@@ -18,7 +18,6 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
-@jax.jit
 def train_step(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
     def micro_batch(sums: Any, x: jax.Array) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(params, x)), None
@@ -29,12 +28,8 @@ def train_step(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda p, g: p - 0.01 * g / MICROBATCHES, params, grads), loss / MICROBATCHES
 
 
-@jax.jit
-def evaluate(params: Any, batch: jax.Array) -> jax.Array:
-    return loss_fn(params, batch)
-
-
-def main() -> None:
+def inputs() -> tuple[Any, jax.Array]:
+    """Parameters on the mesh, and a batch."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "up": 0.1 * jax.random.normal(keys[0], (LAYERS, WIDTH, HIDDEN)),
@@ -42,11 +37,16 @@ def main() -> None:
     }
     specs = {"up": P(None, None, "tp"), "down": P(None, "tp")}
     params = jax.device_put(params, {name: NamedSharding(mesh, spec) for name, spec in specs.items()})
-    batch = jax.random.normal(keys[2], (32, WIDTH))
+    return params, jax.random.normal(keys[2], (32, WIDTH))
+
+
+def main() -> None:
+    params, batch = inputs()
+    step = jax.jit(train_step, donate_argnums=0)
     for _ in range(10):
-        params, loss = train_step(params, batch)
+        params, loss = step(params, batch)
         print(f"loss {loss:.4f}")
-    print(f"evaluation {evaluate(params, batch):.4f}")
+    print(f"evaluation {jax.jit(loss_fn)(params, batch):.4f}")
 
 
 if __name__ == "__main__":

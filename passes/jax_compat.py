@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -186,7 +185,11 @@ def _computation(lowered: jax.stages.Lowered) -> Any:
     return computation
 
 
-def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compiled | None]) -> Callable[[], None]:
+type Changed = tuple[jax.stages.Lowered, jax.stages.Compiled]
+"""A changed program, and its executable, of `lowered.compile()`."""
+
+
+def catch_compilations(change: Callable[[jax.stages.Lowered], Changed | None]) -> Callable[[], None]:
     """Calls `change` with each program that JAX is about to compile, whichever library jitted it.
 
     All jitted functions become executables in `MeshComputation.compile`. If `change` returns None, the program compiles
@@ -202,42 +205,31 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
     """
     kind: Any = getattr(pxla, "MeshComputation", None)
     original: Any = getattr(kind, "compile", None)
-    if (
-        original is None
-        or not {"compiler_options", "device_assignment"} <= inspect.signature(original).parameters.keys()
-    ):
+    needed = {"compiler_options", "device_assignment"}
+    if original is None or not needed <= inspect.signature(original).parameters.keys():
         raise DhelixError(
             f"jax {jax.__version__} compiles programs at another place than dhelix knows, so only decorated steps are "
             "interleaved; use jax >= 0.11.2 and < 0.13"
         )
-
     done: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-    here = threading.local()
 
     @functools.wraps(original)
     def compile_(self: Any, *args: Any, **options: Any) -> Any:
         own = bool(args or options.get("compiler_options")) or options.get("device_assignment") is not None
         if own or self._executable is not None or getattr(self, _KNOWN, False):
-            executable = original(self, *args, **options)
-            if getattr(here, "made", None) is not None:
-                here.made.append((executable, (self, args, options)))
-            return executable
+            return original(self, *args, **options)
         before, settings = done.setdefault(self._hlo, []), (self._compiler_options_kvs, self._device_list)
-        for given, made in before:
+        for given, changed in before:
             if _same(given, settings):
-                return original(self, *args, **options) if made is None else _again(original, made, self)
-        outer, here.made = getattr(here, "made", None), []
+                return original(self, *args, **options) if changed is None else _again(original, changed, self)
         infos = tuple(jax.stages.ArgInfo(aval, False) for aval in self.compile_args.get("global_in_avals", ()))
         lowered = jax.stages.Lowered(self, (infos, {}), None)  # pyright: ignore[reportArgumentType]
-        compiled: Any = change(lowered)
-        executable = None if compiled is None else compiled._executable
-        ours = [made for found, made in here.made if found is executable] if compiled is not None else [None]
-        before += [(settings, made) for made in ours[:1]]
-        here.made = outer
-        if compiled is None:
+        made: Any = change(lowered)
+        before.append((settings, None if made is None else _computation(made[0])))
+        if made is None:
             return original(self, *args, **options)
-        self._executable = executable
-        return executable
+        self._executable = made[1]._executable
+        return self._executable
 
     kind.compile = compile_
 
@@ -248,16 +240,15 @@ def catch_compilations(change: Callable[[jax.stages.Lowered], jax.stages.Compile
     return undo
 
 
-def _again(original: Callable[..., Any], made: tuple[Any, Any, Any], computation: Any) -> Any:
+def _again(original: Callable[..., Any], changed: Any, computation: Any) -> Any:
     """Compiles a changed program for another lowering of its module. JAX finds it in its cache, so this is quick.
 
     Such lowerings differ in how they spell shardings: P("x") and P("x", None). The results of a step are often spelled
     in another way than the first state, so the second call of a step comes here.
     """
-    changed, args, options = made
     twin = copy.copy(changed)
     twin.compile_args, twin._executable = computation.compile_args, None
-    computation._executable = original(twin, *args, **options)
+    computation._executable = original(twin)
     return computation._executable
 
 

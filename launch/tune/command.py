@@ -35,6 +35,7 @@ from dhelix.launch.train import step_flags
 from dhelix.launch.tune import picture, processes, tables
 from dhelix.launch.tune.flags import STEP_OPTIONS
 from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.launch.tune.processes import Place
 from dhelix.launch.tune.tables import Row
 from dhelix.launch.tune.worker import Request
 from dhelix.passes.framework.fingerprint import of_bytes
@@ -124,9 +125,10 @@ class _Tuning:
 
     def write(self, row: Row, path: str) -> None:
         """Copies the plan of a row's worker to `path`."""
-        plan_files.load(self._plan_of(row))
+        assert row.plan is not None
+        plan_files.load(row.plan)
         try:
-            shutil.copyfile(self._plan_of(row), path)
+            shutil.copyfile(row.plan, path)
         except OSError as error:
             raise DhelixError(f"{path}: cannot be written ({error.strerror}): choose another place") from None
 
@@ -144,18 +146,12 @@ class _Tuning:
             str(self.records),
         )
         say(self._console, f"{name}: {'tunes each collective' if minutes else 'measures a step'}")
-        result = processes.tuned(
-            request,
-            setting,
-            self._chosen["link"],
-            {**_CACHE, "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache"), **environment},
-            lambda what: say(self._console, f"  {self._spent():4.0f} s  {what}"),
-            self._gpus,
-        )
-        return Row(setting, environment, {**result, "plan": str(out)})
+        variables = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache"), **environment}
+        place = Place(setting, self._chosen["link"], variables, self._gpus)
+        return Row(setting, environment, processes.tuned(request, place, self._told), out)
 
-    def _plan_of(self, row: Row) -> Path:
-        return Path(row.result["plan"])
+    def _told(self, what: str) -> None:
+        say(self._console, f"  {self._spent():4.0f} s  {what}")
 
     def _spent(self) -> float:
         return time.monotonic() - self._start

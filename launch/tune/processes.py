@@ -1,6 +1,6 @@
 """Runs workers of `dhelix tune`. A measurement that hangs or kills its worker is marked, and tuning goes on.
 
-    result = tuned(request, "connections1", "nvlink", environment={}, told=print)
+    result = tuned(request, Place("connections1", "nvlink", environment={}), told=print)
 
 The records say which measurement a worker had begun. If the worker dies or is silent for too long, this measurement
 counts as slow, and another worker goes on from the records.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,25 @@ COMMAND = (sys.executable, "-m", "dhelix.launch.tune.worker")
 _RESTARTS = 5
 
 
-def tuned(
-    request: Request,
-    setting: str,
-    link: str,
-    environment: Mapping[str, str],
-    told: Callable[[str], None],
-    gpus: int | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs.
+
+    Attributes:
+      setting, link, gpus: see `workers.environments`.
+      environment: further variables of the worker.
+    """
+
+    setting: str
+    link: str
+    environment: Mapping[str, str]
+    gpus: int | None = None
+
+
+def tuned(request: Request, place: Place, told: Callable[[str], None]) -> dict[str, Any]:
     """Runs a request until it is done. Returns what the worker found, as JSON values.
 
     Args:
-      setting, link, gpus: see `workers.environments`.
-      environment: further variables of the worker.
       told: called with a line on what comes next.
 
     Raises:
@@ -47,40 +53,35 @@ def tuned(
     records = None if request.records is None else Path(request.records)
     for _ in range(_RESTARTS):
         known = read(records)
-        result, why = _once(request, setting, link, environment, told, gpus)
+        result, why = _once(request, place, told)
         if result is not None:
             return result
         if records is None or not mark_failed(records, why, known):
-            raise DhelixError(f"setting {setting}: {why}")
+            raise DhelixError(f"setting {place.setting}: {why}")
         told(f"a measurement failed ({why}); it counts as slow, and tuning goes on")
-    raise DhelixError(f"setting {setting}: {_RESTARTS} measurements failed; the last one: {why}")
+    raise DhelixError(f"setting {place.setting}: {_RESTARTS} measurements failed; the last one: {why}")
 
 
-def _once(
-    request: Request,
-    setting: str,
-    link: str,
-    environment: Mapping[str, str],
-    told: Callable[[str], None],
-    gpus: int | None,
-) -> tuple[dict[str, Any] | None, str]:
+def _once(request: Request, place: Place, told: Callable[[str], None]) -> tuple[dict[str, Any] | None, str]:
     """The result of a worker, or None and why there is none."""
     known = autotune_results.file()
     flags = [f"--xla_gpu_load_autotune_results_from={known}"] if known else []
     started: list[Worker] = []
     with tempfile.TemporaryDirectory(prefix="dhelix-tune-") as folder:
         try:
-            for number, (node, own) in enumerate(workers.environments(setting, link, gpus, flags)):
+            for number, (node, own) in enumerate(workers.environments(place.setting, place.link, place.gpus, flags)):
                 path = Path(folder, f"request{number}.json")
                 path.write_text(replace(request, node=node).to_json())
-                worker = Worker([*COMMAND, str(path)], {**own, **environment}, Path(folder, f"stderr{number}.txt"))
+                worker = Worker(
+                    [*COMMAND, str(path)], {**own, **place.environment}, Path(folder, f"stderr{number}.txt")
+                )
                 worker.patience = COMPILES
                 started.append(worker)
             for message in started[0].messages():
                 if message.get("crashed"):
                     return None, message["error"]
                 if "error" in message:
-                    raise DhelixError(f"setting {setting}: {message['error']}")
+                    raise DhelixError(f"setting {place.setting}: {message['error']}")
                 if "finished" in message:
                     workers.wait(started)
                     return message["finished"], ""

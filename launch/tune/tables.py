@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,11 +25,13 @@ class Row:
       setting: the launch setting.
       environment: variables that the search over processes added.
       result: what the worker found (`tune_step.as_json`).
+      plan: the plan file that the worker wrote.
     """
 
     setting: str
     environment: Mapping[str, str]
     result: Mapping[str, Any]
+    plan: Path | None = None
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -10,8 +10,7 @@ REASONS: Mapping[str, str] = MappingProxyType({
     "CUDA_DEVICE_MAX_CONNECTIONS": "with one connection, kernels start in the order of their launch, so a collective "
     "starts where the schedule put it",
     "NCCL_CTA_POLICY": "2 lets NCCL use copy engines, which take no SMs from computation",
-    "xla_gpu_experimental_enable_nccl_symmetric_buffers": "copy engines need the buffers in symmetric "
-    "memory",
+    "xla_gpu_experimental_enable_nccl_symmetric_buffers": "copy engines need buffers in symmetric memory",
     "xla_gpu_enable_nccl_user_buffers": "NCCL reads and writes the program's buffers, without copies of its own",
     "NCCL_BUFFSIZE": "small buffers fit a processor's cache: without peer-to-peer, data pass through host memory",
     "NCCL_MIN_NCHANNELS": "more channels keep a slow link busy",
@@ -31,10 +30,9 @@ RENAMED: Mapping[str, str] = MappingProxyType({
     "xla_gpu_enable_async_reduce_scatter": "is gone: collectives are asynchronous",
     "xla_gpu_graph_level": "is now xla_gpu_enable_command_buffer, a list of kinds; empty makes no graphs",
     "xla_gpu_enable_cuda_graphs": "is now xla_gpu_enable_command_buffer, a list of kinds; empty makes no graphs",
-    "xla_gpu_simplify_all_fp_conversions": "is gone: it is always on",
-    "xla_gpu_enable_triton_softmax_fusion": "is gone: it is always on",
-    "xla_gpu_enable_cudnn_fmha": "is gone: call jax.nn.dot_product_attention(implementation='cudnn')",
-    "xla_gpu_lhs_enable_gpu_async_tracker": "is gone: it is always on",
+    "xla_gpu_simplify_all_fp_conversions": "is gone: leave it out",
+    "xla_gpu_enable_triton_softmax_fusion": "is gone: leave it out",
+    "xla_gpu_lhs_enable_gpu_async_tracker": "is gone: leave it out",
 })  # fmt: skip
 """Flags of earlier versions, and what became of them."""
 
@@ -77,8 +75,8 @@ WARNED = (
     Warned("NCCL_BUFFSIZE", (), "small buffers are for links through host memory; over NVLink unset it", link="nvlink"),
     Warned("NCCL_ALGO", (), "it holds for all collectives, and settings of `dhelix tune` cannot change it; unset it"),
     Warned("NCCL_PROTO", (), "it holds for all collectives, and settings of `dhelix tune` cannot change it; unset it"),
-    Warned("NCCL_MAX_NCHANNELS", (), "too few channels lose more than they free; `dhelix tune` finds their number"),
-    Warned("NCCL_MAX_CTAS", (), "too few channels lose more than they free; `dhelix tune` finds their number"),
+    Warned("NCCL_MAX_NCHANNELS", (), "it caps the channels of all collectives; `dhelix tune` finds a number for each"),
+    Warned("NCCL_MAX_CTAS", (), "it caps the channels of all collectives; `dhelix tune` finds a number for each"),
     Warned("NCCL_DEBUG", ("INFO", "TRACE"), "NCCL logs each collective; use WARN in training"),
     Warned("xla_gpu_enable_latency_hiding_scheduler", ("false",), "XLA then hides no communication; leave it out"),
     Warned("JAX_OPTIMIZATION_LEVEL", ("O1", "1"), "it made steps slower than XLA's default (docs/research_log.md)"),

@@ -114,8 +114,8 @@ def profile(
     session = Session(known, setting.name, measurer, describe(gpu, link), gpus, pairs, again)
 
     def trace(step: Step) -> Step:
-        copies = functools.partial(jax.tree.map, _copy, arguments[0])
-        return observe(step, _without_marker(lowered), copies, gpus, setting.implementation)
+        make_arguments = functools.partial(copies, arguments[0])
+        return observe(step, _without_marker(lowered), make_arguments, gpus, setting.implementation)
 
     def save(grown: Profile) -> None:
         agreement.together("write the profile", lambda: storage.save(grown, path), (DhelixError,))
@@ -131,8 +131,9 @@ def profile(
     )
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+def copies(arguments: Any) -> Any:
+    """The same pytree with copies of its arrays, for a step that donates them."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, arguments)
 
 
 def gpu_measurer(

@@ -30,6 +30,7 @@ from dhelix.passes.tuning.launch_order import sequences
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement
 from dhelix.runtime.processes.launch_settings import NO_GRAPHS
+from dhelix.runtime.profiling.in_process import copies
 from dhelix.runtime.profiling.traces import executions
 from dhelix.runtime.tuning import in_effect, plugin
 from dhelix.runtime.tuning.bodies import Body, Trace, bodies_of, times_of
@@ -143,7 +144,7 @@ class StepTrials:
 
     def _step(self) -> None:
         uses_up = self._chains or (self._chains is None and self._use_up)
-        given = self._arguments if uses_up else jax.tree.map(_copy, self._arguments)
+        given = self._arguments if uses_up else copies(self._arguments)
         out = jax.block_until_ready(self._compiled(*given))
         if self._chains is None:
             self._chains = isinstance(out, tuple) and bool(out) and _alike(out[0], self._arguments[0])
@@ -184,7 +185,3 @@ def _alike(new: Any, old: Any) -> bool:
         and (n.shape, n.dtype, n.sharding) == (o.shape, o.dtype, o.sharding)
         for n, o in zip(new_leaves, old_leaves, strict=True)
     )
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf

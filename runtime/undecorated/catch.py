@@ -60,7 +60,7 @@ class Catch:
         """What happened so far, for people."""
         return seen.text(self.seen, self.others)
 
-    def _change(self, lowered: jax.stages.Lowered) -> Any:
+    def _change(self, lowered: jax.stages.Lowered) -> jax_compat.Changed | None:
         """What runs instead of the program, or None."""
         if getattr(self._busy, "on", False):  # dhelix itself compiles
             return None
@@ -74,22 +74,23 @@ class Catch:
             if _BACKWARD not in program:
                 self.others += 1
                 return None
-            compiled, found = self._interleave(name, lowered, program)
+            changed, found = self._interleave(name, lowered, program)
         except Exception as error:  # whatever goes wrong here, the user's program goes on
-            compiled, found = None, (FAILED, (" ".join(f"{type(error).__name__}: {error}".split())[:300],))
+            changed, found = None, (FAILED, (" ".join(f"{type(error).__name__}: {error}".split())[:300],))
         finally:
             self._busy.on = False
         self.seen.append(Seen(name, devices, *found, time.perf_counter() - start))
-        return compiled
+        return changed
 
     def _interleave(
         self, name: str, lowered: jax.stages.Lowered, program: bytes
-    ) -> tuple[Any, tuple[str, tuple[str, ...]]]:
+    ) -> tuple[jax_compat.Changed | None, tuple[str, tuple[str, ...]]]:
         # Imported here, so that programs without steps do not wait for it.
         from dhelix.passes.framework import headline, manager
         from dhelix.runtime.compiler import registration
+        from dhelix.runtime.step.loaded_options import loaded
+        from dhelix.runtime.step.options import StepOptions
         from dhelix.runtime.step.specialization import Specialization
-        from dhelix.runtime.undecorated.options import step_options
 
         if off := registration.switched_off():
             return None, (LEFT_ALONE, (f"dhelix {off}",))
@@ -97,16 +98,15 @@ class Catch:
             return None, (LEFT_ALONE, ("the options of dhelix run leave it out",))
         self._number += 1
         with manager.heard() as said:
-            chosen = Specialization(
-                name.removeprefix("jit_"), f"{name} {self._number}", step_options(self._policy.of(name)), lowered
-            )
-            compiled = None if chosen.left_alone else chosen.compile()
+            options = loaded(StepOptions(**self._policy.of(name)))
+            chosen = Specialization(name.removeprefix("jit_"), f"{name} {self._number}", options, lowered)
+            compiled: Any = None if chosen.left_alone else chosen.compile()
             done = chosen.report()
         if compiled is None or done.left_alone:
             why = done.left_alone or next(iter(said), "no pass found anything to do")
             more = (across_calls.advice(program, sys.modules),) if "loop over micro-batches" in why else ()
             return None, (LEFT_ALONE, (" ".join([why, *more]),))
-        return compiled, (CHANGED, tuple(headline.headline(done)))
+        return (chosen.lowered, compiled), (CHANGED, tuple(headline.headline(done)))
 
 
 _installed: list[Catch] = []

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.framework.report import NOT_RUN, UNCHANGED, Note, PassReport, Report, StageReport
 from dhelix.passes.hlo import HloModule
@@ -27,8 +26,7 @@ class Look:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(manager, "_said", set())
+def folder(tmp_path: Path) -> Iterator[Path]:
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     (tmp_path / "dhelix").mkdir()

@@ -94,9 +94,8 @@ def source(text: str = TEXT) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def warnings(monkeypatch: pytest.MonkeyPatch):
-    """The mock of `logging.warning`; warnings of earlier tests do not count as repeated."""
-    monkeypatch.setattr(manager_module, "_said", set())
+def warnings():
+    """The mock of `logging.warning`."""
     with mock.patch.object(manager_module.logging, "warning") as warning:
         yield warning
 

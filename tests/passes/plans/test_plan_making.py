@@ -6,7 +6,6 @@ import pytest
 
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
-from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.strand_pairing import StrandPairing
@@ -56,10 +55,7 @@ def test_a_plan_gives_the_order_it_was_made_of_and_predicts_its_time() -> None:
     assert body.runs == 1 and len(body.order) == len(body.operators)
 
 
-def test_overlap_that_was_never_measured_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manager, "_said", set())
+def test_overlap_that_was_never_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     made = [plan()[0] for _ in range(2)]
     assert made[0].predicted.guessed_overlap_fraction == 1.0
     (record,) = caplog.records

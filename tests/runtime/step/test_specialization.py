@@ -9,7 +9,7 @@ import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import Training, make_train_step, preset
-from dhelix.passes.framework import manager, units
+from dhelix.passes.framework import units
 from dhelix.passes.framework.report import CHANGED, REFUSED
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
 from dhelix.profiles.keys import CollectiveKey
@@ -35,8 +35,7 @@ FOREIGN = Plan(
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(manager, "_said", set())
+def fresh() -> Iterator[None]:
     yield
     registration.clear()
 

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanTarget
@@ -33,8 +32,7 @@ PLAN = Plan("a step", PlanTarget.of("H200", "nvlink", "connections1"), Collectiv
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process with the default launch setting, without its own profiles, and with no warnings logged before."""
-    monkeypatch.setattr(manager, "_said", set())
+    """A process with the default launch setting and without its own profiles."""
     monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CTA_POLICY", "NCCL_P2P_DISABLE", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)

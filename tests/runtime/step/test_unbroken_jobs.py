@@ -14,7 +14,6 @@ import pytest
 from jax import export
 
 from dhelix.errors import DhelixError
-from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.framework.report import CHANGED, NOT_RUN
 from dhelix.passes.hlo import HloModule
@@ -27,8 +26,7 @@ from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(manager, "_said", set())
+def fresh() -> Iterator[None]:
     yield
     registration.clear()
 

@@ -74,11 +74,11 @@ def test_a_step_that_is_lowered_twice_is_compiled_once() -> None:
 def test_shardings_that_are_spelled_otherwise_get_the_changed_program() -> None:
     mesh, offered, compiled = trainers._mesh(data=8), [], []
 
-    def change(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def change(lowered: jax.stages.Lowered) -> jax_compat.Changed:
         offered.append(lowered)
         jax_compat.mark_known(lowered)
         compiled.append(lowered.compile())
-        return compiled[-1]
+        return lowered, compiled[-1]
 
     double = jax.jit(lambda x: 2.0 * x + 1.0)
     xs = [jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in (P("data"), P("data", None))]

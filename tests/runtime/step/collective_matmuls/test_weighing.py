@@ -17,7 +17,6 @@ from dhelix.passes.communication.collective_matmul import site_choice as passes_
 from dhelix.passes.communication.collective_matmul.collective_matmul import CollectiveMatmul, executed
 from dhelix.passes.communication.collective_matmul.pattern import Pattern, Placed
 from dhelix.passes.evaluation.collective_matmul_kernels import MARK
-from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans.plan import Plan, PlanTarget
@@ -48,7 +47,6 @@ def times(**ratios: float) -> Times:
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(manager, "_said", set())
     monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CTA_POLICY", "NCCL_P2P_DISABLE", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)

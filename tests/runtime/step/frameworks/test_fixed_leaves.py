@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.passes.framework import manager
 from dhelix.runtime.step.frameworks.fixed_leaves import Fixed, fixed, free
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
@@ -142,8 +141,7 @@ def test_donation_of_filter_jit(donate: Any) -> None:
         assert [x.is_deleted() for x in arrays] == [first, rest, rest]
 
 
-def test_leaves_of_plain_trees(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "_said", set())
+def test_leaves_of_plain_trees(caplog: pytest.LogCaptureFixture) -> None:
     step = strand_interleave(lambda tree: (tree["x"] * len(tree["name"]), tree["name"]))
     for length in range(1, 10):
         assert step({"x": jnp.float32(2), "name": "n" * length}) == (2 * length, "n" * length)
