@@ -163,7 +163,7 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
                       "collectives on symmetric memory, by copy engines where NCCL can", "symmetric"),
         LaunchSetting("copy-engine1", {"NCCL_CTA_POLICY": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
                       (_NO_GRAPHS, "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
-                      "as copy-engine, over one connection", "symmetric"),
+                      "collectives on copy engines where NCCL can, over one connection", "symmetric"),
         LaunchSetting("user-buffers", {}, (_NO_GRAPHS, "--xla_gpu_enable_nccl_user_buffers=true"),
                       "NCCL reads and writes the program's buffers", "user-buffers"),
         LaunchSetting("small-buffers", {**_ONE, **_channels(16, 32), "NCCL_BUFFSIZE": "262144"}, (_NO_GRAPHS,),

@@ -29,6 +29,8 @@ _SITE = Path(__file__).parent / "site"
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Becomes the program; returns only with --env. Raises DhelixError if the command line is wrong."""
     chosen = values.flag_values_dict()
+    if chosen["verbose"]:
+        raise DhelixError("--verbose shows passes, which the report sums up; leave it out, or decorate the step")
     policy = policy_of(chosen)
     changed = environment(policy, os.environ)
     if chosen["env"]:

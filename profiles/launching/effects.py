@@ -36,7 +36,7 @@ class Effect:
 
     def __str__(self) -> str:
         span = "" if self.runs == 1 else f" ({self.least:.2f} to {self.most:.2f} in {self.runs} runs)"
-        return f"{self.program} steps {self.median:.2f} x{span}, measured until {self.newest}"
+        return f"{self.program} steps {self.median:.2f} x as fast{span}, newest run {self.newest}"
 
 
 @functools.cache
