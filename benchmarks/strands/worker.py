@@ -187,12 +187,16 @@ class Worker:
     def xla(self, lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
         return deviceless.compile(lowered, **options) if self.options.on_paper else lowered.compile(options)
 
-    def guide(self, compiled: Any) -> str:
-        """Writes the instructions' times from the shipped profile for XLA's scheduler (PGLE). Returns the path."""
+    def guide(self, compiled: Any, name: str = "") -> str:
+        """Writes the instructions' times from the shipped profile for XLA's scheduler (PGLE). Returns the path.
+
+        Args:
+          name: of the program, if a setting has several guided ones.
+        """
         costs = self.setting.costs().costs()
         instructions = (i for c in compiled_module(compiled).schedule for i in c.instructions)
         timed = (i for i in instructions if i.opcode not in CONTROL_FLOW and costs.operator_keys[i] is not None)
-        path = Path(self.options.out, f"{self.setting.name}.pgle.pbtxt")
+        path = Path(self.options.out, f"{self.setting.name}{name}.pgle.pbtxt")
         path.write_text(xla_tables.cost_text({i.name: costs[i].seconds for i in timed}))
         return str(path)
 
@@ -401,14 +405,15 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}".partition("\n")[0][:400]
 
 
-def main() -> None:
+def main(kind: Callable[[Namespace], Worker] = Worker) -> None:
+    """Does the work of a process. `kind` makes the worker from the process's options."""
     options = Namespace(**json.loads(sys.argv[1]))
     if options.on_paper:
         deviceless.prepare_environment()
     if hasattr(options, "coordinator"):
         nodes = SETTINGS[options.setting].nodes
         jax.distributed.initialize(options.coordinator, nodes, options.process, local_device_ids=options.devices)
-    work(Worker(options))
+    work(kind(options))
 
 
 def work(worker: Worker) -> None:

@@ -1,0 +1,173 @@
+"""Measures how model states are best sharded over two GPUs: every strategy, the planner's choice, and XLA's FSDP.
+
+    python benchmarks/sharding/strategies.py --settings copy_engine1,no_p2p_small_buffers --out DIR
+    python benchmarks/sharding/strategies.py --settings two_nodes_sockets --only 'M [14],' --out DIR
+    python benchmarks/sharding/strategies.py --settings copy_engine1 --on_paper --out DIR     # what the planner expects
+
+The step is `dhelix train`'s with `--sharding auto`, so devices sum gradients in bfloat16, as XLA's FSDP does. Programs
+of dhelix are compiled with the decorator, as a user would (`programs.py` lists them). Each setting has a process and a
+result file of its own. All settings compile at the same time. Then they run one after the other, as those of
+`strands/run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dhelix.benchmarks.pages.markdown import table
+from dhelix.benchmarks.sharding.programs import AT_ONCE, MICROBATCHES, OURS, PROGRAMS, SPREAD, STRATEGIES
+from dhelix.benchmarks.strands import run as strands
+from dhelix.benchmarks.strands.processes import Job
+from dhelix.benchmarks.strands.results import Result, Run
+from dhelix.benchmarks.strands.variants import SETTINGS, Setting, chosen
+from dhelix.errors import DhelixError
+
+WORKER = Path(__file__).parent / "strategies_worker.py"
+_ENDLESS = 1e6  # seconds
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """The tables of some runs, in Markdown."""
+    return "\n\n".join(part for run in runs for part in _of_run(run)) + "\n"
+
+
+def _of_run(run: Run) -> Iterator[str]:
+    found = {result.variant: result for result in run.results if result.steps_ms}
+    setting = run.results[0].setting
+    counts = sorted({len(result.steps_ms) for result in found.values()})
+    w, link = run.workload, SETTINGS[setting].link
+    yield (
+        f"**{link}, {setting}: {w['preset']} shapes, {w['layers']} layers, S {w['seq']}, DP {w['dp']}; "
+        f"{' or '.join(map(str, counts))} timed steps per program** "
+        f"({run.on['gpus']}, machine {run.on['machine']}, jax {run.on['jax']}, {run.on['date']})"
+    )
+    heads = ("M", *STRATEGIES, "XLA's FSDP, best", "planner's choice", "off the fastest", "over XLA's FSDP")
+    yield table(heads, [row for m in MICROBATCHES if (row := _row(run, found, m))])
+    if spread := [row for m in SPREAD if (row := _spread(found, m))]:
+        yield "ZeRO-1's all-gathers, in milliseconds, from one traced step each:"
+        heads = (
+            "M",
+            "step, gathered at once",
+            "step, layer by layer",
+            "gathers at once",
+            "exposed",
+            "gathers layer by layer",
+        )
+        yield table((*heads, "exposed", "hidden of the blocking ones"), spread)
+    if failed := [f"{result.variant}: {result.failed}" for result in run.results if result.failed]:
+        yield "Not run: " + "; ".join([*failed, *run.dropped])
+
+
+def _row(run: Run, found: dict[str, Result], m: int) -> tuple[str, ...]:
+    """A number of micro-batches: milliseconds of a step, with what the planner expected in parentheses."""
+    planned = run.workload["planned"].get(str(m), {"chosen": "", "expected_ms": {}})
+    ours = {s: one.median_ms for s in STRATEGIES if (one := found.get(f"M {m}, {s}, {OURS}"))}
+    theirs = [
+        found[name].median_ms
+        for name, one in PROGRAMS.items()
+        if one.kind == "XLA" and one.microbatches == m and name in found
+    ]
+    if not ours:
+        return ()
+    cells = []
+    for strategy in STRATEGIES:
+        expected = planned["expected_ms"].get(strategy)
+        measured = f"{ours[strategy]:.1f}" if strategy in ours else ""
+        cells.append(f"{measured} ({expected:.1f})" if expected else measured)
+    chosen_ms, fastest = ours.get(planned["chosen"]), min(ours.values())
+    off = "" if chosen_ms is None else f"{chosen_ms / fastest - 1:+.1%}"
+    gain = f"{min(theirs) / chosen_ms:.3f}" if theirs and chosen_ms else ""
+    return str(m), *cells, f"{min(theirs):.1f}" if theirs else "", planned["chosen"], off, gain
+
+
+def _spread(found: dict[str, Result], m: int) -> tuple[str, ...]:
+    once, by_layer = (found.get(f"M {m}, zero1, {by}") for by in (AT_ONCE, OURS))
+    if once is None or by_layer is None or once.span_ms is None or by_layer.span_ms is None:
+        return ()
+    exposed = [one.communication_ms - one.hidden_ms for one in (once, by_layer)]
+    share = 1 - exposed[1] / once.communication_ms if once.communication_ms else 0.0
+    numbers = (
+        once.median_ms,
+        by_layer.median_ms,
+        once.communication_ms,
+        exposed[0],
+        by_layer.communication_ms,
+        exposed[1],
+    )
+    return str(m), *(f"{number:.1f}" for number in numbers), f"{share:.0%}"
+
+
+def read(path: Path) -> Run:
+    """Reads a result file."""
+    record = json.loads(path.read_text())
+    return Run(**{**record, "results": [Result(**result) for result in record["results"]]})
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--dp", type=int, default=2)
+    only = "regular expression for SETTING, M NUMBER, STRATEGY, WHO; default: all programs in all settings"
+    made.add_argument("--only", default="", help=only)
+    strands.add_common_flags(made, rounds=2)
+    made.set_defaults(seq=4096, microbatches=max(MICROBATCHES))
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    try:
+        settings = [SETTINGS[name] for name in chosen(arguments.settings, SETTINGS, "setting")]
+        measure([(setting, complete(arguments, setting)) for setting in settings])
+    except DhelixError as error:
+        sys.exit(str(error))
+
+
+def complete(arguments: argparse.Namespace, setting: Setting) -> argparse.Namespace:
+    """The options that a worker of `strands/run.py` expects. Raises DhelixError if no program is left."""
+    names = [name for name in PROGRAMS if re.search(arguments.only, f"{setting.name}, {name}")]
+    if not names:
+        raise DhelixError(f"--only {arguments.only!r} leaves nothing of {setting.name}, {'; '.join(PROGRAMS)}")
+    fixed = {"variants": names, "tp": 1, "cp": 1, "ep": 0, "capacity": 0.0, "channels": 0, "shards": 0}
+    fixed |= {"unrolled": False, "sharding": "auto", "states": None, "no_traces": False, "context": "ring"}
+    return argparse.Namespace(**vars(arguments) | fixed)
+
+
+def measure(todo: Sequence[tuple[Setting, argparse.Namespace]]) -> None:
+    """Compiles for all settings at the same time. Then each setting has the GPUs for itself."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # a process that compiles leaves the memory to the others
+    with ThreadPoolExecutor() as pool:
+        jobs = [(_job(*one), one[1]) for one in todo]
+        deadline = time.monotonic() + jobs[0][0].seconds
+        started = [pool.submit(job.turn, deadline) for job, _ in jobs]
+        for (job, arguments), compiled in zip(jobs, started, strict=True):
+            path = arguments.out / f"{arguments.name or 'strategies'}_{job.setting.name}.json"
+            more = compiled.result()
+            while more:
+                more = job.turn(deadline)
+                if job.run is not None:
+                    job.run.write(path)
+            run = job.run
+            job.close()
+            if run is None:
+                print(f"{job.setting.name}: no results", flush=True)
+                continue
+            run.write(path)
+            print(f"{tables([run])}\nresults in {path}", flush=True)
+
+
+def _job(setting: Setting, arguments: argparse.Namespace) -> Job:
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return Job(arguments, setting, arguments.budget_s or _ENDLESS, 1, WORKER)
+
+
+if __name__ == "__main__":
+    main()
