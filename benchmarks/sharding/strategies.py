@@ -6,15 +6,14 @@
 
 The step is `dhelix train`'s with `--sharding auto`, so devices sum gradients in bfloat16, as XLA's FSDP does. Programs
 of dhelix are compiled with the decorator, as a user would (`programs.py` lists them). Each setting has a process and a
-result file of its own. All settings compile at the same time. Then they run one after the other, as those of
-`strands/run.py`.
+result file of its own. All settings compile at the same time, and share the GPUs' memory. Then they run one
+after the other, as those of `strands/run.py`. Name at most two settings for GPUs of 80 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -143,9 +142,8 @@ def complete(arguments: argparse.Namespace, setting: Setting) -> argparse.Namesp
 
 def measure(todo: Sequence[tuple[Setting, argparse.Namespace]]) -> None:
     """Compiles for all settings at the same time. Then each setting has the GPUs for itself."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # a process that compiles leaves the memory to the others
     with ThreadPoolExecutor() as pool:
-        jobs = [(_job(*one), one[1]) for one in todo]
+        jobs = [(_job(*one, together=len(todo)), one[1]) for one in todo]
         deadline = time.monotonic() + jobs[0][0].seconds
         started = [pool.submit(job.turn, deadline) for job, _ in jobs]
         for (job, arguments), compiled in zip(jobs, started, strict=True):
@@ -164,9 +162,9 @@ def measure(todo: Sequence[tuple[Setting, argparse.Namespace]]) -> None:
             print(f"{tables([run])}\nresults in {path}", flush=True)
 
 
-def _job(setting: Setting, arguments: argparse.Namespace) -> Job:
+def _job(setting: Setting, arguments: argparse.Namespace, together: int) -> Job:
     arguments.out.mkdir(parents=True, exist_ok=True)
-    return Job(arguments, setting, arguments.budget_s or _ENDLESS, 1, WORKER)
+    return Job(arguments, setting, arguments.budget_s or _ENDLESS, together, WORKER)
 
 
 if __name__ == "__main__":

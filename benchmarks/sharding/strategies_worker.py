@@ -70,7 +70,10 @@ class StrategiesWorker(Worker):
             return self.predict_all()
         yield
         self.check()
-        yield from self.turns()
+        self.say("first steps done")
+        for turn, _ in enumerate(self.turns()):
+            yield
+            self.say(f"round {turn + 1}")
         self.trace_all()
 
     # --- Compiling.
