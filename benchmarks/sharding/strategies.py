@@ -30,6 +30,10 @@ from dhelix.benchmarks.strands.variants import SETTINGS, Setting, chosen
 from dhelix.errors import DhelixError
 
 WORKER = Path(__file__).parent / "strategies_worker.py"
+_SPREAD_HEADS = (
+    "M", "step, at once", "step, by layer", "communication exposed, at once", "by layer", "all-gathers, at once",
+    "exposed, at once", "exposed, by layer", "hidden of the blocking all-gathers",
+)  # fmt: skip
 _ENDLESS = 1e6  # seconds
 
 
@@ -50,17 +54,9 @@ def _of_run(run: Run) -> Iterator[str]:
     )
     heads = ("M", *STRATEGIES, "XLA's FSDP, best", "planner's choice", "off the fastest", "over XLA's FSDP")
     yield table(heads, [row for m in MICROBATCHES if (row := _row(run, found, m))])
-    if spread := [row for m in SPREAD if (row := _spread(found, m))]:
-        yield "ZeRO-1's all-gathers, in milliseconds, from one traced step each:"
-        heads = (
-            "M",
-            "step, gathered at once",
-            "step, layer by layer",
-            "gathers at once",
-            "exposed",
-            "gathers layer by layer",
-        )
-        yield table((*heads, "exposed", "hidden of the blocking ones"), spread)
+    if spread := [row for m in SPREAD if (row := _spread(run, found, m))]:
+        yield "ZeRO-1 with parameters gathered at once and layer by layer, in milliseconds, one step of each traced:"
+        yield table(_SPREAD_HEADS, spread)
     if failed := [f"{result.variant}: {result.failed}" for result in run.results if result.failed]:
         yield "Not run: " + "; ".join([*failed, *run.dropped])
 
@@ -87,21 +83,18 @@ def _row(run: Run, found: dict[str, Result], m: int) -> tuple[str, ...]:
     return str(m), *cells, f"{min(theirs):.1f}" if theirs else "", planned["chosen"], off, gain
 
 
-def _spread(found: dict[str, Result], m: int) -> tuple[str, ...]:
-    once, by_layer = (found.get(f"M {m}, zero1, {by}") for by in (AT_ONCE, OURS))
-    if once is None or by_layer is None or once.span_ms is None or by_layer.span_ms is None:
+def _spread(run: Run, found: dict[str, Result], m: int) -> tuple[str, ...]:
+    """Steps, exposed communication, and ZeRO-1's all-gathers: at once, layer by layer, and the share that is hidden."""
+    names = [f"M {m}, zero1, {by}" for by in (AT_ONCE, OURS)]
+    traced = run.workload.get("gathers", {})
+    if any(name not in found or name not in traced for name in names):
         return ()
-    exposed = [one.communication_ms - one.hidden_ms for one in (once, by_layer)]
-    share = 1 - exposed[1] / once.communication_ms if once.communication_ms else 0.0
-    numbers = (
-        once.median_ms,
-        by_layer.median_ms,
-        once.communication_ms,
-        exposed[0],
-        by_layer.communication_ms,
-        exposed[1],
-    )
-    return str(m), *(f"{number:.1f}" for number in numbers), f"{share:.0%}"
+    steps = [found[name].median_ms for name in names]
+    exposed = [found[name].communication_ms - found[name].hidden_ms for name in names]
+    gathers = [traced[name]["ms"] for name in names]
+    waiting = [traced[name]["ms"] - traced[name]["hidden_ms"] for name in names]
+    hidden = f"{1 - waiting[1] / gathers[0]:.0%}" if gathers[0] else "not named in the trace"
+    return str(m), *(f"{one:.1f}" for one in (*steps, *exposed, gathers[0], *waiting)), hidden
 
 
 def read(path: Path) -> Run:

@@ -143,9 +143,12 @@ class StrategiesWorker(Worker):
                 state = jax.block_until_ready(self.training_of(program.variant).init(jax.random.key(0)))
                 report = traced(program.compiled, state, None, compiled_module(program.compiled.program))
                 gathers = [c for c in report.collectives if "all-gather" in c.instruction]
-                program.result.span_ms = report.span_ms
-                program.result.communication_ms = sum(c.total_ms for c in gathers)
-                program.result.hidden_ms = sum(c.hidden_ms for c in gathers)
+                program.result.span_ms, program.result.compute_ms = report.span_ms, report.compute_ms
+                program.result.communication_ms, program.result.hidden_ms = report.communication_ms, report.hidden_ms
+                self.run.workload.setdefault("gathers", {})[program.variant.name] = {
+                    "ms": sum(c.total_ms for c in gathers),
+                    "hidden_ms": sum(c.hidden_ms for c in gathers),
+                }
             except Exception as error:
                 self.say(f"{program.variant.name}: no trace: {error}")
             self.save()

@@ -17,9 +17,11 @@ Merged files have one entry per line, in sorted order. So the same dumps give th
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from dhelix.profiles.files import storage
 SHIPPED = storage.SHIPPED
 SUFFIX = ".autotune.pbtxt"
 _ENTRY = re.compile(r"^entries \{(?: [^\n]* \}|\n.*?^\})$", re.MULTILINE | re.DOTALL)  # on one or several lines
+_ONE_AT_A_TIME = threading.Lock()
 _KEY = re.compile(r"entries \{ (key \{ .* \}) value \{ .* \} \}")
 _SCOPE = re.compile(r'^\w+_scope: ".*"$|^#.*$', re.MULTILINE)
 
@@ -81,8 +84,10 @@ def file() -> Path | None:
     if len(found) < 2:
         return next(iter(found), None)
     text = merged(found)
-    path = Path(_folder().name, f"all{SUFFIX}")
-    path.write_text(text, encoding="utf-8")
+    with _ONE_AT_A_TIME:  # threads that compile may come here together
+        path = Path(_folder().name, f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{SUFFIX}")
+        if not path.exists():
+            path.write_text(text, encoding="utf-8")
     return path
 
 
