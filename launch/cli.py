@@ -30,7 +30,10 @@ from dhelix.launch.defaults import INTERRUPTED
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. If `needs_device` is False, JAX does not look for accelerators, unless `device_flag` is given."""
+    """A subcommand. If `needs_device` is False, JAX does not look for accelerators, unless `device_flag` is given.
+
+    The processes that such a command starts do not look for them, either.
+    """
 
     summary: str
     needs_device: bool = True
@@ -44,7 +47,7 @@ COMMANDS = {
     "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
     "fold": Command("show the layout and schedule of a pipeline, and what they cost", needs_device=False),
     "shard": Command("choose over how many GPUs model states are sharded", False, "--live"),
-    "tune": Command("tune how NCCL runs each collective of a train step, on this machine's GPUs", needs_device=False),
+    "tune": Command("tune how NCCL runs each collective of a train step, on this machine's GPUs"),
     "flags": Command("environment variables and flags for a job, and what is wrong with those it has", False),
     "inspect": Command(
         "show what hides each collective of a compiled step, and what stays exposed", needs_device=False

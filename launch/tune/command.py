@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from rich.console import Console
 
@@ -57,6 +58,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Runs `dhelix tune` and returns its exit status. Raises DhelixError if the command fails."""
     chosen = values.flag_values_dict()
     _check(chosen, arguments)
+    jax.config.update("jax_platforms", "cpu")  # the processes that measure need the GPUs
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     with tempfile.TemporaryDirectory(prefix="dhelix-tune-") as folder:
         tuning = _Tuning(chosen, Path(folder), console)

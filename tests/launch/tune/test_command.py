@@ -26,6 +26,7 @@ request = json.load(open(sys.argv[1]))
 def tell(**what): print(json.dumps(what), flush=True)
 log = Path(os.environ["SEEN"])
 names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_P2P_DISABLE")
+names += ("JAX_PLATFORMS",)
 seen = {name: os.environ[name] for name in names if name in os.environ}
 with log.open("a") as file: file.write(json.dumps({"environment": seen, "request": request}) + "\\n")
 tell(what="compiles the step", patience=60)
@@ -102,6 +103,12 @@ def test_the_process_is_tuned_first_then_each_collective(tmp_path: Path, capsys:
     assert "81.2 ms instead of 100.0 ms: 1.231 x, of which 1.193 x by settings of the whole process and 1.032 x" in text
     assert "both strands: 4 collectives" in text and "ring" in text
     assert plan_files.load(out).tuning is not None and png.stat().st_size
+
+
+def test_the_processes_that_measure_look_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert dhelix_tune(tmp_path, "--noprocess") == 0
+    assert all("JAX_PLATFORMS" not in run["environment"] for run in seen(tmp_path))
 
 
 def test_results_are_also_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
