@@ -97,7 +97,8 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     times, source = _times(hardware, profile, chosen)
     limit = _GB * chosen["memory"] if chosen["memory"] else hardware.memory_bytes
     link = profile.link if profile else chosen["link"]
-    overlap = Overlap() if chosen["cluster"] else Overlap().on(hardware)
+    section = profile.section(chosen["setting"]) if profile else None
+    overlap = Overlap() if chosen["cluster"] else Overlap().on(hardware, section)
     return Task(job, mesh, hardware, link, chosen["setting"], times, source, overlap, limit)
 
 

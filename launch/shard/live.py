@@ -20,7 +20,6 @@ from dhelix.launch.shard.job import Task
 from dhelix.launch.train import step_flags, trainer
 from dhelix.launch.train.options import Options
 from dhelix.passes.evaluation.costs import CostModel
-from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.planner import Planned
 from dhelix.passes.sharding.sizes import Batch
 from dhelix.profiles.files import storage
@@ -60,7 +59,7 @@ def task_of(chosen: Mapping[str, Any]) -> tuple[Task, AtHand]:
     )
     task = Task(
         here.job, here.mesh, here.hardware, here.link, here.setting, here.times, here.source,
-        Overlap().on(here.hardware), here.limit, here.choices, here.notes, here.axes,
+        here.overlap, here.limit, here.choices, here.notes, here.axes,
     )  # fmt: skip
     return task, here
 

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dhelix.passes.sharding.factors import ShardingError
-from dhelix.profiles.estimates.contention import pair_seconds
+from dhelix.profiles.estimates.contention import ContentionModel, pair_seconds
 from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.profile import Section
 
 type Rates = tuple[float, float]
 type Modules = tuple[Sequence[float], Sequence[float]]
@@ -59,9 +60,18 @@ class Overlap:
         gather, reduce_scatter, all_reduce, broadcast = (name in names for name in _SWITCHES)
         return cls(gather, reduce_scatter, all_reduce, broadcast)
 
-    def on(self, hardware: Hardware) -> Overlap:
-        """The same switches, with the rates of a GPU."""
-        return replace(self, within=hardware.rates(False), between=hardware.rates(True))
+    def on(self, hardware: Hardware, section: Section | None = None) -> Overlap:
+        """The same switches, with the rates of a GPU.
+
+        Args:
+          section: measured pairs of the GPU. Without such pairs, the rates are those in `hardware`.
+        """
+        measured = ContentionModel.fit(section, hardware) if section else None
+
+        def rates(across: bool) -> Rates:
+            return (measured.typical(across) if measured else None) or hardware.rates(across)
+
+        return replace(self, within=rates(False), between=rates(True))
 
     def rates(self, across: bool) -> Rates:
         """The rates for a group that spans nodes, or does not."""
@@ -147,6 +157,16 @@ def _next_modules(stretch: Stretch, gathers: Sequence[float], rates: Rates) -> f
         stretch.modules[0],
     ]  # backward comes from the module after, or the next layer's first
     return sum(longer(time, one, rates) for time, one in zip(after, gathers, strict=True))
+
+
+def paired(compute: float, collectives: float, overlap: Overlap, across: bool) -> float:
+    """Exposed seconds of a micro-batch's collectives, if another micro-batch computes at the same time (two strands).
+
+    Args:
+      compute: forward and backward of a micro-batch.
+      collectives: all that is gathered and reduce-scattered for it.
+    """
+    return longer(compute, collectives, overlap.rates(across))
 
 
 def all_reduce(backward: float, buckets: int, one: float, overlap: Overlap, across: bool, busy: float = 0.0) -> float:

@@ -258,7 +258,7 @@ class _Step:
             [job.forward_seconds(module) for module in job.sizes.modules],
             [job.forward_seconds(module) for module in job.sizes.outside],
             layers,
-            m,
+            1 if self.strands else m,
             job.batch.recompute,
         )
         across = group.nodes > 1
@@ -266,8 +266,20 @@ class _Step:
             hiding.forward_gathers(stretch, *found[0], self.overlap, across),
             *hiding.backward(stretch, found[1], found[2], self.overlap, across),
         )
+        if (
+            self.strands
+        ):  # the first forward and the last backward are alone; all others have another strand beside them
+            each = sum(totals) / m
+            beside = min(hiding.paired(job.forward + job.backward, each, self.overlap, across), sum(exposed))
+            shares = [total / sum(totals) if each else 0.0 for total in totals]
+            exposed = tuple(one + (m - 1) * beside * share for one, share in zip(exposed, shares, strict=True))
         first, second, third = (Part(*row) for row in zip(PARTS, totals, exposed, strict=False))
         return first, second, third
+
+    @property
+    def strands(self) -> bool:
+        """Whether two micro-batches are computed at once: dhelix splits tensors inside, and makes strands."""
+        return self.job.split == "inside" and self.job.batch.strands > 1 and self.overlap.gather
 
     def _buckets(self, group: Factor, shards: Factor, count: int) -> tuple[int, float]:
         """The number of buckets, and the time of one, of which each device of `shards` needs a piece."""
@@ -287,6 +299,9 @@ class _Step:
         number, one = self._buckets(group, shards, count)
         beside = self._same_links(group, busy)
         exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1, beside)
+        if name == "accumulation" and self.strands:
+            window = max(self.job.forward + self.job.backward - beside, 0.0)
+            exposed = min(exposed, hiding.paired(window, number * one, self.overlap, group.nodes > 1))
         return Part(name, count * number * one, count * exposed)
 
     def _same_links(self, group: Factor, busy: float) -> float:

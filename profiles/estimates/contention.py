@@ -85,6 +85,9 @@ _WIDTH_OF_COMPUTATIONS = 2.0
 # Number of measured pairs that decide the rates of an unmeasured pair: the nearest ones.
 _NEIGHBOURS = 32
 
+# Where the features of a pair whose first side is a collective say how many nodes it spans; see `_features`.
+_NODES_OF_FIRST = 2
+
 type Ends = tuple[float, float, float]
 
 
@@ -173,17 +176,11 @@ class _Class:
         return bool((same_kinds & (self.distances(pair) <= NEAR)).any())
 
     def rates(self, pair: _Query) -> tuple[float, float]:
-        """The average of the combinations of rates whose error is close to the least error.
-
-        The result is rounded, so that it is equal on every host.
-        """
+        """The rates that fit the nearest measured pairs best."""
         distances = self.distances(pair)
         nearest = np.argsort(distances, kind="stable")[:_NEIGHBOURS]
         weights = (1.0 + (distances[nearest] / self.width) ** 2) ** -3
-        error = weights @ self.losses[nearest] / weights.sum()
-        share = np.exp((error.min() - error) / _TOLERANCE)
-        first, second = RATES @ share / share.sum()
-        return round(float(first), 6), round(float(second), 6)
+        return _best(weights @ self.losses[nearest] / weights.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +227,24 @@ class ContentionModel:
         rates = self.rates(first, first_seconds, second, second_seconds)
         return pair_seconds(first_seconds, second_seconds, rates)
 
+    def typical(self, between_nodes: bool) -> tuple[float, float] | None:
+        """The rates of compute and of a collective that starts before it, which fit all measured pairs best.
+
+        Args:
+          between_nodes: whether the collectives are those between nodes, or those inside a node.
+
+        Returns:
+          None if no such pair was measured.
+        """
+        found = self.classes.get((True, False))
+        if found is None:
+            return None
+        across = found.features[:, _NODES_OF_FIRST] > 0.0
+        if not (across == between_nodes).any():
+            return None
+        communication, compute = _best(found.losses[across == between_nodes].mean(axis=0))
+        return compute, communication
+
     def knows(self, first: Key, second: Key) -> bool:
         """Whether any pair with the same roles was measured."""
         return _roles(first, second) in self.classes
@@ -253,6 +268,19 @@ def pair_seconds(first: float, second: float, rates: tuple[float, float]) -> End
         return max(first, second), first, second
     first_end, second_end = ends(first, second, *rates)
     return float(max(first_end, second_end)), float(first_end), float(second_end)
+
+
+def _best(error: np.ndarray) -> tuple[float, float]:
+    """The average of the combinations of rates whose error is close to the least error.
+
+    The result is rounded, so that it is equal on every host.
+
+    Args:
+      error: the mean error of each combination. [combinations]
+    """
+    share = np.exp((error.min() - error) / _TOLERANCE)
+    first, second = RATES @ share / share.sum()
+    return round(float(first), 6), round(float(second), 6)
 
 
 def _cut(rate: float) -> float:

@@ -11,6 +11,7 @@ The plain step is compiled once. Where each number comes from:
     other memory           the formulas of `memory.py`, corrected by memory_analysis() of the plain step
     compute                the schedule of the plain step, with the profile of its GPUs
     collectives            the profile of its GPUs (`collective_times.py`)
+    type of summed gradients   the reductions of the plain step (`summed_bytes`)
     compute of a layer     in proportion to its parameters: a guess
 """
 
@@ -44,8 +45,9 @@ from dhelix.passes.sharding.sizes import Batch
 from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.profile import Section
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
-from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments
+from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments, summed_bytes
 from dhelix.runtime.sharding.placed_states import without_axes
 from dhelix.runtime.sharding.state_plan import StatePlan
 from dhelix.runtime.step.interleaved_step import InterleavedStep
@@ -68,6 +70,7 @@ class AtHand:
       link, setting: link and launch setting of the profile.
       times: how long collectives take.
       source: where these times come from, in words.
+      overlap: how much compute and collectives slow each other down.
       limit: bytes of memory of a GPU that may be used.
       notes: what is measured, scaled and guessed.
     """
@@ -81,6 +84,7 @@ class AtHand:
     setting: str
     times: CollectiveTimes
     source: str
+    overlap: Overlap
     limit: float
     notes: tuple[str, ...]
 
@@ -144,7 +148,7 @@ def plan_sharding(
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     here = at_hand(step, args, names, microbatches, memory, profile)
-    found = plan(here.job, here.mesh, here.times, here.limit, Overlap().on(here.hardware), choices=here.choices)
+    found = plan(here.job, here.mesh, here.times, here.limit, here.overlap, choices=here.choices)
     better = better_elsewhere(found, here)
     section = ShardingPlan(found.best.factors, _INSIDE, axes=names)
     return PlannedStates(section, found, here, (*here.notes, *better))
@@ -152,8 +156,7 @@ def plan_sharding(
 
 def better_elsewhere(found: Planned, here: AtHand) -> tuple[str, ...]:
     """A line about factors that the mesh at hand cannot carry out, if they are faster than those that it can."""
-    overlap = Overlap().on(here.hardware)
-    other = plan(found.job, here.mesh, here.times, found.limit, overlap, found.objective).best
+    other = plan(found.job, here.mesh, here.times, found.limit, here.overlap, found.objective).best
     saved = found.best.value(found.objective) - other.value(found.objective)
     if other.factors in here.choices or saved <= TIE * found.best.value(found.objective):
         return ()
@@ -196,18 +199,22 @@ def at_hand(
     target = target or _target(lowered, profile)
     attached = deviceless.are_attached(jax_compat.devices(lowered))
     compiled = lowered.compile() if attached else tuned.compile(lowered)
-    parts = step_parts(lowering.compiled_module(compiled), target.costs())
+    module = lowering.compiled_module(compiled)
+    found = replace(found, kept=replace(found.kept, moved_gradient=summed_bytes(module, mesh, axes, found.kept)))
+    parts = step_parts(module, target.costs())
     need = memory_need.of_compiled(compiled).total
     factor = _factor(mesh, axes, target.hardware.gpus_per_node)
     hardware = replace(target.hardware, gpus_per_node=factor.gpus)
     job = _job(found, batch, hardware, factor, parts, need)
-    times, source = _times(hardware, target)
+    section = None if target.model is None else target.model.profile.section(target.model.setting)
+    times, source = _times(hardware, target, section)
+    overlap = Overlap().on(hardware, section)
     setting = "default" if target.model is None else target.model.setting
     limit = hardware.memory_bytes if memory is None else float(parse_bytes("memory", memory))
     where = "on these GPUs" if attached else f"for {target.gpu} without a GPU"
     return AtHand(
         job, factor, axes, _choices(factor, axes, mesh), hardware, target.link, setting, times,
-        source, limit, _notes(found, job, need, parts, where),
+        source, overlap, limit, _notes(found, job, need, parts, where),
     )  # fmt: skip
 
 
@@ -265,11 +272,11 @@ def _choices(factor: Factor, axes: Axes, mesh: Mesh) -> tuple[Factors, ...]:
     return tuple(choices)
 
 
-def _times(hardware: Hardware, target: Target) -> tuple[CollectiveTimes, str]:
+def _times(hardware: Hardware, target: Target, section: Section | None) -> tuple[CollectiveTimes, str]:
     links = Links.of(hardware)
-    measured = {} if target.model is None else target.model.profile.section(target.model.setting).collectives
-    if measured:
-        return MeasuredTimes(measured, hardware, links), f"the profile {target.gpu} {target.link} and the GPU's links"
+    if section is not None and section.collectives:
+        source = f"the profile {target.gpu} {target.link} and the GPU's links"
+        return MeasuredTimes(section.collectives, hardware, links), source
     return LinkTimes(links), f"the links of {hardware.name}"
 
 

@@ -24,13 +24,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from dhelix.passes import jax_compat
-from dhelix.passes.hlo import HloModule
+from dhelix.passes.analysis.collectives import flattened_groups, payloads
+from dhelix.passes.hlo import HloModule, shapes
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, ModelSizes, Module, StateBytes
 from dhelix.passes.sharding.states.state_sharding import find_states
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.sharding.placed_states import axes_of, stacks
+
+_SUMS = ("all-reduce", "reduce-scatter")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,31 @@ def _sizes(name: str, parameters: Sequence[tuple[Any, Any]], stacked: Collection
 
 def _without_numbers(path: Any) -> str:
     return re.sub(r"\d+", "#", jax.tree_util.keystr(path))
+
+
+def summed_bytes(module: HloModule, mesh: Mesh, axes: Axes, kept: StateBytes) -> float:
+    """Bytes per gradient that a sum over data-parallel devices moves in a compiled plain step.
+
+    XLA's partitioner sums gradients in the type in which a layer makes them, such as bfloat16. The type in which most
+    bytes are summed counts, and never one that is wider than the gradients. Without such sums, it is that of `kept`.
+
+    Args:
+      axes: the data-parallel axes of `mesh`.
+    """
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    rows = np.moveaxis(numbers, places, range(-len(places), 0)).reshape(-1, math.prod(mesh.shape[a] for a in axes))
+    groups = {frozenset(map(int, row)) for row in rows}
+    summed = Counter[float]()
+    for computation in module.computations:
+        for reduction in (one for i in computation.instructions for one in payloads(i)):
+            kind = reduction.opcode.removesuffix("-start")
+            if kind in _SUMS and {frozenset(group) for group in flattened_groups(reduction)} == groups:
+                for operand in reduction.operands:
+                    elements = shapes.element_count(operand.shape)
+                    summed[shapes.byte_size(operand.shape) / max(elements, 1)] += shapes.byte_size(operand.shape)
+    widest = max(summed, key=lambda width: summed[width], default=kept.moved_gradient)
+    return min(widest, kept.moved_gradient)
 
 
 def mesh_of_arguments(args: Any) -> Mesh:

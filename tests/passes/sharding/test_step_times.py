@@ -131,6 +131,14 @@ def test_hidden_collectives_slow_compute() -> None:
     assert times(found, job(), Overlap()).exposed > times(found, job(), replace(Overlap(), **FREE)).exposed
 
 
+def test_another_strand_hides_what_its_own_micro_batch_cannot() -> None:
+    found = Factors.named("zero3", Factor(*MESH))
+    apart, strands = (times(found, job(split="inside", batch=Batch(microbatches=m)), Overlap()) for m in (1, 8))
+    assert strands.exposed < 8 * apart.exposed
+    later = (strands.exposed - apart.exposed) / 7  # of a micro-batch that runs beside another
+    assert 0.0 < later < apart.exposed
+
+
 def test_baselines() -> None:
     mesh = Factor(*MESH)
     mics = Factors.named("mics", mesh)

@@ -101,6 +101,20 @@ def test_one_measured_pair_is_reproduced(rates: tuple[float, float]) -> None:
     assert model.pair(GEMM, 4e-4, GATHER, 3e-4)[0] == pytest.approx(expected.seconds, rel=0.03)
 
 
+def test_typical_rates_are_those_of_collectives_that_start_first() -> None:
+    far = collective("all-gather", 64, nodes=2)
+    pairs = {
+        PairKey(GATHER, GEMM): timed(3e-4, 4e-4, (0.6, 0.9)),
+        PairKey(GATHER, attention(8)): timed(3e-4, 4e-4, (0.6, 0.9)),
+        PairKey(far, GEMM): timed(3e-4, 4e-4, (1.0, 0.95)),
+        PairKey(GEMM, GATHER): timed(4e-4, 3e-4, STARVED),
+    }
+    model = ContentionModel.fit(Section("default", pairs=pairs), H200)
+    assert model.typical(between_nodes=False) == pytest.approx((0.9, 0.6), abs=0.05)
+    assert model.typical(between_nodes=True) == pytest.approx((0.95, 1.0), abs=0.05)
+    assert ContentionModel.fit(one_pair(STARVED), H200).typical(between_nodes=False) is None
+
+
 def test_launch_order_is_not_mixed_up() -> None:
     model = ContentionModel.fit(one_pair((1.0, MIN_RATE)), H200)
     assert model.rates(GATHER, 3e-4, GEMM, 4e-4) == (H200.communication_rate, H200.compute_rate)

@@ -145,6 +145,23 @@ def test_memory_is_that_of_the_compiler() -> None:
 
 
 @pytest.mark.deviceless
+@pytest.mark.parametrize(("dtype", "width"), [(jnp.bfloat16, 2.0), (jnp.float32, 4.0)])
+def test_gradients_are_summed_in_the_type_that_the_compiler_chose(dtype: Any, width: float) -> None:
+    def step(state: Any, words: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = params["table"].astype(dtype)[words]
+            return jnp.mean(jnp.square(x @ params["head"].astype(dtype)).astype(jnp.float32))
+
+        value, gradients = jax.value_and_grad(loss)(state[0])
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, state[0], gradients),), value
+
+    on = dhelix.deviceless.mesh({"dp": 4, "tp": 1}, "h200")
+    args = arguments(optax.sgd(1e-3), on)
+    found = dhelix.plan_sharding(step, *((args[0][0],), args[1]))
+    assert found.at_hand.job.kept.moved_gradient == width
+
+
+@pytest.mark.deviceless
 def test_a_plan_is_taken_everywhere(planned: PlannedStates, tmp_path: Path) -> None:
     planned.save(tmp_path / "plan.json")
     plan = dhelix.sharding_plan(planned)
