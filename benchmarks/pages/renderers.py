@@ -29,6 +29,7 @@ from dhelix.benchmarks.prediction import predictions as prediction_study
 from dhelix.benchmarks.programs import policy_and_reference as policy_study
 from dhelix.benchmarks.sharding import against_xla as sharding_memory_study
 from dhelix.benchmarks.sharding import run as sharding_study
+from dhelix.benchmarks.sharding import strategies as strategies_study
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.benchmarks.strands import tables as strand_tables
 from dhelix.benchmarks.trainers import results as trainer_results
@@ -117,6 +118,11 @@ def sharding(paths: Sequence[Path]) -> str:
 def sharding_memory(paths: Sequence[Path]) -> str:
     """The planner's memory and bytes of collectives beside those of compiled steps."""
     return "\n\n".join(sharding_memory_study.markdown(_load(path)) for path in paths)
+
+
+def strategies(paths: Sequence[Path]) -> str:
+    """Strategies for model states over two GPUs, the planner's choice, and XLA's FSDP."""
+    return strategies_study.tables([strategies_study.read(path) for path in paths])
 
 
 def simulated_tuning(paths: Sequence[Path]) -> str:

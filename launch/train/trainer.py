@@ -38,6 +38,7 @@ from dhelix.models import (
 )
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.report import Report
+from dhelix.passes.sharding.factors import GROUPED
 from dhelix.profiles import hardware
 from dhelix.runtime.sharding.state_plan import StatePlan, data_axes
 from dhelix.runtime.step import options as step_options
@@ -191,8 +192,8 @@ def _states(options: Options, dp: int) -> tuple[dict[str, int], StatePlan | None
         if options.states_group is not None:
             raise DhelixError("--states_group needs --states; say how model states are sharded, such as zero1")
         return {"dp": dp}, None
-    if states == "mics" and options.states_group is None:
-        raise DhelixError("--states mics needs --states_group, the number of devices of dp that hold one copy")
+    if states in GROUPED and options.states_group is None:
+        raise DhelixError(f"--states {states} needs --states_group, the number of devices of dp that hold one copy")
     return data_axes(states, dp, options.states_group)
 
 

@@ -18,6 +18,10 @@ space:
     zero2        1            mesh        mesh
     zero3, fsdp  mesh         mesh        mesh
     mics         group        group       group
+    zero++       group        mesh        mesh
+
+With zero++, the devices of a group hold one copy of the parameters while a step runs: its secondary shards. The copy is
+gathered from the shards of the optimizer states once in a step. ZeRO++ gathers it anew in each micro-batch's forward.
 """
 
 from __future__ import annotations
@@ -28,8 +32,11 @@ from itertools import pairwise, product
 
 from dhelix.errors import DhelixError
 
-STRATEGIES = ("dp", "zero1", "zero2", "zero3", "fsdp", "mics")
+STRATEGIES = ("dp", "zero1", "zero2", "zero3", "fsdp", "mics", "zero++")
 """Names of points of the space, for `Factors.named`."""
+
+GROUPED = ("mics", "zero++")
+"""Strategies that shard over a part of the mesh, by default over the GPUs of a node."""
 
 STATES = ("parameters", "gradients", "optimizer")
 """The three model states, in the order in which their factors divide each other."""
@@ -121,14 +128,17 @@ class Factors:
         Args:
           strategy: one of `STRATEGIES`.
           mesh: all data-parallel devices.
-          group: the part over which states are sharded; default: for "mics" a node, else all devices.
+          group: the part over which states are sharded, for "zero++" the parameters alone; default: for GROUPED a
+            node, else all devices.
 
         Raises:
           ShardingError: the strategy is unknown, or the group does not divide the mesh.
         """
         if strategy not in STRATEGIES:
             raise ShardingError(f"strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}")
-        part = group or (Factor(mesh.gpus) if strategy == "mics" else mesh)
+        part = group or (Factor(mesh.gpus) if strategy in GROUPED else mesh)
+        if strategy == "zero++":
+            return cls(mesh, part, mesh, mesh)
         sharded = {"dp": 0, "zero1": 1, "zero2": 2}.get(strategy, 3)
         return cls(mesh, *(part if 3 - n <= sharded else ONE for n in range(3)))
 
@@ -138,6 +148,8 @@ class Factors:
         for name in ("dp", "zero1", "zero2", "fsdp"):
             if self == Factors.named(name, self.mesh):
                 return name
+        if self.gradients == self.optimizer == self.mesh:
+            return "zero++"
         return "mics" if self.parameters == self.optimizer else None
 
 

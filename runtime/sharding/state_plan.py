@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh
 
 from dhelix.passes.framework.manager import say_once
 from dhelix.passes.hlo.constraints import Axes
-from dhelix.passes.sharding.factors import STRATEGIES, Factor, Factors, ShardingError
+from dhelix.passes.sharding.factors import GROUPED, STRATEGIES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes
 
 
@@ -174,7 +174,7 @@ def agreed(sharding: Any, section: ShardingPlan) -> StatePlan:
     factors = said.factors
     if isinstance(factors, str):
         group = known.parameters if known.parameters.size > 1 else None
-        factors = Factors.named(factors, known.mesh, group if factors == "mics" else None)
+        factors = Factors.named(factors, known.mesh, group if factors in GROUPED else None)
     names_axes = not (isinstance(sharding, Factors) or sharding == said.factors)
     if factors != known or (names_axes and said.axes != of_file.axes):
         raise ShardingError(f"sharding= (--states) says {said}, but the plan says {of_file}: leave one of both out")
@@ -205,7 +205,8 @@ def mesh_of(
     Args:
       plan: what `sharding_plan` takes.
       devices: devices in order, those of a node next to each other; default: all.
-      group: for a strategy, the number of data-parallel devices over which states are sharded. "mics" needs it.
+      group: for a strategy, the number of data-parallel devices over which states are sharded. "mics" and
+        "zero++" need it.
       nodes: the names of the nodes of `devices`, in their order. With them, a plan file's placement is carried out.
       **others: further axes, within a data-parallel device: `tp=4`.
 
@@ -248,8 +249,10 @@ def data_axes(
     if not isinstance(factors, str) and group is not None:
         raise ShardingError("a group is for a strategy, such as zero1; the plan's factors say their groups themselves")
     if isinstance(factors, str):
-        if factors == "mics" and group is None:
-            raise ShardingError('"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)')
+        if factors in GROUPED and group is None:
+            raise ShardingError(
+                f'"{factors}" needs the number of devices that hold one copy: mesh_of("{factors}", group=4)'
+            )
         factors = Factors.named(factors, Factor(count), None if group is None else Factor(group))
     if factors.mesh.size != count:
         raise ShardingError(

@@ -31,6 +31,7 @@ ALL = ("node", "gpu")
         ("zero3", ("dp",), ("dp",), ("dp",)),
         ("fsdp", ("dp",), ("dp",), ("dp",)),
         ("mics", ("dp",), ("dp",), ("dp",)),  # of one axis, which counts as a node
+        ("zero++", ("dp",), ("dp",), ("dp",)),
     ],
 )
 def test_strategies_on_the_axis_dp(strategy: str, parameters: Any, gradients: Any, optimizer: Any) -> None:
@@ -39,11 +40,12 @@ def test_strategies_on_the_axis_dp(strategy: str, parameters: Any, gradients: An
 
 
 def test_every_strategy_has_a_test() -> None:
-    assert set(STRATEGIES) == {"dp", "zero1", "zero2", "zero3", "fsdp", "mics"}
+    assert set(STRATEGIES) == {"dp", "zero1", "zero2", "zero3", "fsdp", "mics", "zero++"}
 
 
 def test_groups_of_mics_are_those_of_the_last_axis() -> None:
     assert sharding_plan("mics", axes=ALL).on(TWO) == SplitAxes(ALL, ("gpu",), ("gpu",), ("gpu",))
+    assert sharding_plan("zero++", axes=ALL).on(TWO) == SplitAxes(ALL, ("gpu",), ALL, ALL)
     assert sharding_plan("zero1", axes=ALL).on(TWO) == SplitAxes(ALL, (), (), ALL)
 
 
@@ -79,7 +81,7 @@ def test_what_a_plan_may_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: sharding_plan("zero4"), "sharding='zero4' is neither a strategy (dp, zero1, zero2, zero3, fsdp, mics) "
+        (lambda: sharding_plan("zero4"), "sharding='zero4' is neither a strategy (dp, zero1, zero2, zero3, fsdp, mics, zero++) "
                                          "nor a plan's file"),
         (lambda: sharding_plan(3), "3 says nothing about sharding; `dhelix shard --out plan.json` writes a plan"),
         (lambda: sharding_plan(Plan("llama-7b")), "says nothing about sharding"),
@@ -97,6 +99,7 @@ def test_what_a_plan_may_be(tmp_path: Path) -> None:
         (lambda: mesh_of("zero1", tp=3), "8 devices are not divisible by {'tp': 3}"),
         (lambda: mesh_of(Factors(Factor(16))), "the plan is for 16 data-parallel devices (16x1), but there are 8"),
         (lambda: mesh_of(PARTIAL, group=4), "a group is for a strategy, such as zero1; the plan's factors say"),
+        (lambda: mesh_of("zero++"), '"zero++" needs the number of devices that hold one copy'),
         (lambda: mesh_of("mics"), '"mics" needs the number of devices that hold one copy: mesh_of("mics", group=4)'),
         (lambda: mesh_of(PARTIAL, tp=2), "the plan is for 8 data-parallel devices (4x2), but there are 4"),
     ],
