@@ -142,3 +142,20 @@ def test_a_mesh_of_other_devices_stops_all_with_one_line(tmp_path: Path) -> None
     _, err = one.communicate(timeout=100)
     assert one.returncode == 1
     assert err == "dhelix launch: --mesh dp 3 has 3 devices, but the job has 2\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("jax.__version__ = '0.11.1'", "hosts disagree on version of jax: "),
+        ("jax.config.update('jax_num_cpu_devices', 3)", "hosts disagree on number of devices of a process: "),
+    ],
+)
+def test_processes_that_differ_stop_with_one_line_that_names_them(tmp_path: Path, change: str, said: str) -> None:
+    text = f"import json, os, jax\nif json.loads(os.environ['DHELIX_LAUNCH'])['process']: {change}\njax.devices()\n"
+    (tmp_path / "differs.py").write_text(text)
+    one = start(tmp_path, {}, "-m", "dhelix", "launch", "--processes", "2", "--cpu_devices", "1", "differs.py")
+    _, err = one.communicate(timeout=100)
+    assert one.returncode == 1 and len(err.splitlines()) == 1
+    assert err.startswith(f"dhelix launch: {said}") and " in process 1 (" in err
