@@ -15,7 +15,7 @@ export PYTHON
 
 demo:
 	@$(INSTALL)
-	$(VENV)/bin/python -m dhelix.launch.demo
+	$(VENV)/bin/python -m dhelix.launch.shown.demo
 
 venv:
 	@$(INSTALL) requirements/test.txt

@@ -38,10 +38,12 @@ class Command:
     summary: str
     needs_device: bool = True
     device_flag: str = ""
+    folder: str = ""  # if it has another name than the command
 
 
 COMMANDS = {
     "run": Command("run a training program that nobody decorated, with its steps as interleaved strands"),
+    "launch": Command("start a program as a job of several processes, or as one of a scheduler's", folder="hosts"),
     "train": Command("train a language model, plain or with interleaved strands"),
     "profile": Command("measure what one train step's operators and collectives cost"),
     "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
@@ -97,9 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", status=2)
     if not COMMANDS[name].needs_device and COMMANDS[name].device_flag not in rest:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before importing jax: do not search for accelerators
-    values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{name}.flags"), rest)
+    folder = COMMANDS[name].folder or name
+    values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{folder}.flags"), rest)
     try:
-        module = importlib.import_module(f"dhelix.launch.{name}.command")
+        module = importlib.import_module(f"dhelix.launch.{folder}.command")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:

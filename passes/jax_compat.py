@@ -1,11 +1,11 @@
 """The only module that uses private parts of JAX: `jax._src` and `jaxlib._*`.
 
-This module is written for jax >= 0.11.2 and < 0.13. Its functions do as little as possible. Other modules build on
-them: for example, `dhelix.runtime.compiler.lowering` handles lowered programs.
+It is written for jax >= 0.11.2 and < 0.13. Its functions do as little as possible. Other modules build on them.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import inspect
@@ -14,13 +14,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, distributed, pjit
+from jax._src import api, clusters, config, distributed, pjit, xla_bridge
 from jax._src.interpreters import pxla
 from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
@@ -147,10 +148,7 @@ def replace_stablehlo_module(
 
 
 def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Compiles a StableHLO program, partitioned over `devices`, and returns the HLO text of the result.
-
-    `options` are XLA options by name. The program is not loaded, so the devices need not exist.
-    """
+    """Compiles StableHLO over `devices`, which need not exist, with XLA options by name, and returns the HLO text."""
     wanted = xla_client.CompileOptions()
     wanted.num_replicas, wanted.num_partitions = 1, len(devices)
     wanted.env_option_overrides = list(options.items())
@@ -163,11 +161,7 @@ def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mappi
 
 
 def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """A copy of `lowered` with its own copy of the module.
-
-    JAX keeps an executable as long as its module. So the copy's executable is freed with the last reference to the
-    copy.
-    """
+    """A copy of `lowered` with its own module. JAX keeps an executable as long as its module, here as the copy."""
     module = stablehlo_module(lowered)
     with module.context:
         copied = mlir.ir.Module.parse(mlir.module_to_bytecode(module))
@@ -329,10 +323,7 @@ def jit_settings(jitted: Any) -> dict[str, Any]:
 
 
 def jit_shardings(jitted: Any) -> list[Any]:
-    """The `in_shardings` and `out_shardings` of a `jax.jit` function, flattened.
-
-    An entry for an unspecified sharding is a placeholder of JAX, which has no devices.
-    """
+    """In- and out-shardings of a `jax.jit` function, flattened. An unspecified one is a placeholder without devices."""
     info = jitted._jit_info
     return [*(info.in_shardings_leaves or ()), *(info.out_shardings_leaves or ())]
 
@@ -350,6 +341,40 @@ def process_number() -> int:
 def process_total() -> int:
     """Number of processes in the job, once `jax.distributed` is initialized. Starts no backend."""
     return distributed.global_state.num_processes
+
+
+def detected_cluster() -> tuple[str, Sequence[Any]] | None:
+    """The cluster that `jax.distributed` detects: its class, (coordinator, processes, own number, local devices)."""
+    kind: Any = clusters.ClusterEnv
+    found = next((c for c in kind._cluster_types if not c.opt_in_only_method and c.is_env_present()), None)
+    given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None)
+    return found and (found.__name__, kind.auto_detect_unset_distributed_params(*given, 300))
+
+
+def around_first_devices(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls `before` when JAX is about to look for devices for the first time, and `after` when it has found them."""
+    lock, to_do = threading.RLock(), [after, before]
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def first(*args: Any, **named: Any) -> Any:
+            with lock:  # other threads wait; calls by `before` and `after` themselves pass
+                if len(to_do) == 2:
+                    to_do.pop()()
+                    xla_bridge.get_backend()
+                    to_do.pop()()
+            return original(*args, **named)
+
+        return first
+
+    for name in ("backends", "get_backend", "local_devices", "process_count"):  # the last three bear no nested calls
+        for place in (place for place in (xla_bridge, jax) if hasattr(place, name)):
+            setattr(place, name, around(getattr(place, name)))
+
+
+def leave_job() -> None:
+    """At its end, this process does not wait for the other processes of its job. It must end by `os._exit`."""
+    atexit.unregister(api.clean_up)
 
 
 def program_key(lowered: jax.stages.Lowered) -> int:

@@ -1,5 +1,7 @@
 """Begins to look at the programs of a process: at once, or as soon as the process imports jax.
 
+`when_jax_is_imported` also serves what else of dhelix lives in a process that it did not write (`runtime/launched`).
+
 A process that never imports jax, such as one that loads data, pays nothing. If something is wrong, the user's program
 runs as without dhelix, and one line says what. This module does not import jax.
 """
@@ -22,13 +24,7 @@ _NEEDED = ("dhelix.passes.jax_compat", "dhelix.runtime.undecorated.catch")
 
 
 def now() -> None:
-    """Begins at once, with the policy of the environment.
-
-    If dhelix itself imports jax, its modules are not whole yet. Then this begins at the next import after they are.
-    """
-    if _half_imported():
-        sys.meta_path.insert(0, _Later(now))
-        return
+    """Begins at once, with the policy of the environment."""
     from dhelix.runtime.undecorated import catch, policy
 
     try:
@@ -37,12 +33,22 @@ def now() -> None:
         print(f"dhelix run: {error}", file=sys.stderr)
 
 
-def when_jax_is_imported() -> None:
-    """Begins right after this process has imported jax."""
+def when_jax_is_imported(then: Callable[[], None] = now) -> None:
+    """Calls `then` right after this process has imported jax.
+
+    If dhelix itself imports jax, its modules are not whole yet. Then the call comes at the next import after they are.
+    """
     if "jax" in sys.modules:
-        now()
+        _when_whole(then)
     else:
-        sys.meta_path.insert(0, _Finder(now))
+        sys.meta_path.insert(0, _Finder(lambda: _when_whole(then)))
+
+
+def _when_whole(then: Callable[[], None]) -> None:
+    if _half_imported():
+        sys.meta_path.insert(0, _Later(then))
+    else:
+        then()
 
 
 def _half_imported() -> bool:

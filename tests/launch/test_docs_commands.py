@@ -34,6 +34,8 @@ SMALLER = {
     "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=2,tp=1 --pp 2 --steps 3":
     "dhelix train --preset phi-moe-demo --cpu_devices 8 --mesh dp=2,ep=2,tp=1 --pp 2 --steps 2 --seq 16"
     " --microbatches 2",
+    "dhelix launch --processes 2 --cpu_devices 2 -m dhelix train --steps 2":
+    "dhelix launch --processes 2 --cpu_devices 2 -m dhelix train --steps 2 --layers 2 --seq 16 --microbatches 2",
     "dhelix plan --preset llama-8b --layers 4 --seq 32768 --mesh dp=1,cp=2,tp=1 --settings default":
     "dhelix plan --preset llama-demo --layers 2 --seq 128 --mesh dp=1,cp=2,tp=1 --microbatches 3 --settings default",
 }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Python imports this module at its start, in processes that `dhelix run` starts and in their children.
+"""Python imports this module at its start, in processes that `dhelix run` or `dhelix launch` starts, and in children.
 
-PYTHONPATH names its folder, and DHELIX_AUTO says what to do (`dhelix/runtime/undecorated/policy.py`). A sitecustomize
-of the machine's own is imported afterwards, as without dhelix.
+PYTHONPATH names its folder. DHELIX_AUTO says what to interleave (`dhelix/runtime/undecorated/policy.py`), DHELIX_LAUNCH
+which job to join (`dhelix/runtime/launched/task.py`). A sitecustomize of the machine's own is imported afterwards, as
+without dhelix.
 """
 
 import os
@@ -9,14 +10,20 @@ import sys
 
 
 def _start() -> None:
-    if not os.environ.get("DHELIX_AUTO"):
-        return
-    try:
-        from dhelix.runtime.undecorated.start import when_jax_is_imported
-    except ImportError as error:
-        print(f"dhelix run: this Python has no dhelix ({error}), so nothing is interleaved", file=sys.stderr)
-        return
-    when_jax_is_imported()
+    if os.environ.get("DHELIX_LAUNCH"):
+        try:
+            from dhelix.runtime.launched import joining
+        except ImportError as error:
+            print(f"dhelix launch: this Python has no dhelix ({error}), so it joins no job", file=sys.stderr)
+        else:
+            joining.start()
+    if os.environ.get("DHELIX_AUTO"):
+        try:
+            from dhelix.runtime.undecorated.start import when_jax_is_imported
+        except ImportError as error:
+            print(f"dhelix run: this Python has no dhelix ({error}), so nothing is interleaved", file=sys.stderr)
+        else:
+            when_jax_is_imported()
 
 
 def _next() -> None:

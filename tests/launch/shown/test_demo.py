@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dhelix.launch import demo
+from dhelix.launch.shown import demo
 from dhelix.models import preset
 from dhelix.passes.framework.report import Report
 from dhelix.runtime.compiler import deviceless

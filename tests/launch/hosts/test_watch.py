@@ -1,0 +1,102 @@
+"""Local processes without JAX: exit codes, output, and who is named when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, os, signal, sys, time
+number = json.loads(os.environ["DHELIX_LAUNCH"])["process"]
+print("out", number, sys.argv[1:], sys.stdin.read() if number == 0 else "", flush=True)
+print("err", number, file=sys.stderr)
+what, who = sys.argv[1], int(sys.argv[2])
+if who in (number, -1):
+    if what == "exit": sys.exit(3)
+    if what == "raise": raise ValueError("the program's own")
+    if what == "kill": time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)
+if what != "end": time.sleep(60)
+"""
+
+
+def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "dhelix", "launch", *words]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment, input="typed", capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+def test_process_0_is_shown_as_it_is_and_no_folder_stays(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--processes", "2", "program.py", "end", "9", "--flag")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out 0 ['end', '9', '--flag'] typed\n", "err 0\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_the_others_are_in_files_or_shown_with_their_numbers(tmp_path: Path) -> None:
+    launch(tmp_path, "--processes", "2", "--logs", "logs", "program.py", "end", "9")
+    assert (tmp_path / "logs" / "process-1.log").read_text() == "out 1 ['end', '9'] \nerr 1\n"
+    done = launch(tmp_path, "--processes", "2", "--log", "all", "program.py", "end", "9")
+    assert sorted(done.stdout.splitlines()) == ["[0] out 0 ['end', '9'] typed", "[1] out 1 ['end', '9'] "]
+    assert sorted(done.stderr.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+
+def test_the_killed_process_is_named_and_the_others_end(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = launch(tmp_path, "--processes", "3", "--logs", "logs", "program.py", "kill", "2")
+    assert done.returncode == 128 + signal.SIGKILL and time.monotonic() - start < 40
+    assert "dhelix launch: process 2 (pid" in done.stderr and "was ended by SIGKILL" in done.stderr
+    assert "the 2 other processes were stopped" in done.stderr
+    assert "the end of logs/process-2.log:\n  out 2 ['kill', '2']" in done.stderr
+
+
+@pytest.mark.parametrize("who", ["0", "-1"], ids=["process 0", "all"])
+def test_a_program_that_fails_where_one_sees_it_says_so_alone(tmp_path: Path, who: str) -> None:
+    done = launch(tmp_path, "--processes", "2", "program.py", "raise", who)
+    assert done.returncode == 1 and "dhelix" not in done.stderr
+    assert done.stderr.startswith('err 0\nTraceback (most recent call last):\n  File "')
+    assert "sitecustomize" not in done.stderr
+    assert done.stderr.endswith("ValueError: the program's own\n")
+
+
+def test_a_program_that_fails_out_of_sight_is_named(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--processes", "2", "program.py", "exit", "1")
+    assert done.returncode == 3
+    assert "process 1 (pid" in done.stderr and "ended with exit status 3; the other was stopped" in done.stderr
+
+
+def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "dhelix", "launch", "--processes", "1", "program.py"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        launcher.kill()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {child} still runs")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--processes", "2"), "give a program"),
+        (("--processes", "2", "--coordinator", "a:1", "program.py"), "leave out --coordinator"),
+        (("--processes", "2", "--mesh", "dp", "program.py"), "--mesh dp"),
+        (("--coordinator", "a:1", "program.py"), "JAX_NUM_PROCESSES is not set"),
+        (("--processes", "2", "--logs", "program.py/x", "program.py"), "--logs program.py/x"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = launch(tmp_path, *words)
+    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
