@@ -81,8 +81,8 @@ def test_what_a_plan_may_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: sharding_plan("zero4"), "sharding='zero4' is neither a strategy (dp, zero1, zero2, zero3, fsdp, mics, zero++) "
-                                         "nor a plan's file"),
+        (lambda: sharding_plan("zero4"), "sharding='zero4' is neither a strategy (dp, zero1, zero2, zero3, fsdp, mics, "
+                                         "zero++) nor a plan's file"),
         (lambda: sharding_plan(3), "3 says nothing about sharding; `dhelix shard --out plan.json` writes a plan"),
         (lambda: sharding_plan(Plan("llama-7b")), "says nothing about sharding"),
         (lambda: sharding_plan("zero1").on({"data": 4, "tp": 2}), "the mesh has no axis 'dp', only data, tp; say which "
