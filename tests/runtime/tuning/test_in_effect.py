@@ -132,7 +132,6 @@ def test_settings_that_do_not_fit_leave_nccls_defaults(
     [
         ({0: "no compiler"}, "no compiler"),
         ({1: "another table"}, "would set them differently"),
-        ({2: "is unlike this process"}, "with the plugin in some processes, and before it in others"),
     ],
 )
 def test_if_one_process_cannot_none_does(
@@ -145,6 +144,46 @@ def test_if_one_process_cannot_none_does(
     monkeypatch.setattr(agreement, "gathered", gathered)
     found = in_effect.apply("step", "step 1", plan, module, None)
     assert not found.works and said in found.said
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        (True, True, ""),
+        (True, False, "in process 1 of 2, NCCL made its communicators before the step was decorated"),
+        (False, True, "in process 0 of 2, NCCL made its communicators before the step was decorated"),
+        (False, False, "NCCL made its communicators before the step was decorated"),
+    ],
+)
+def test_a_job_has_settings_from_the_second_call_on_in_all_processes_or_in_none(
+    plan: Plan,
+    module: HloModule,
+    here: bool,
+    there: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A process whose NCCL made a communicator before the step was decorated shows only after a call."""
+    uses = [False, False]
+    monkeypatch.setattr(in_effect, "_uses_plugin", lambda: uses[0])
+
+    def gathered(purpose: str, text: str, job: object) -> list[str]:
+        told = json.loads(text)
+        return [text, json.dumps(uses[1] if isinstance(told, bool) else [*told[:2], uses[1]])]
+
+    monkeypatch.setattr(agreement, "gathered", gathered)
+    first = next(iter(sequences(module).values()))[0]
+    nccl = Communicator(plugin.install().path)
+    found = in_effect.apply("step", "step 1", plan, module, None)
+    found.before_call()
+    assert nccl.ask(first.kind, first.bytes) == UNSET and "from the second call on" in found.said
+    uses[:] = here, there
+    for _ in range(3):
+        found.before_call()
+    assert found.works == (here and there) == (nccl.ask(first.kind, first.bytes) != UNSET)
+    messages = [r.getMessage() for r in caplog.records if "NCCL's defaults" in r.getMessage()]
+    assert len(messages) == (not found.works) and all(said in text for text in [*messages, found.said])
 
 
 def test_a_step_of_only_some_processes_has_no_settings(
@@ -205,7 +244,7 @@ def test_that_nccl_does_not_use_the_plugin_is_said_once(
     found = in_effect.apply("step", "step 1", plan, module, None)
     monkeypatch.setattr(Plugin, "counts", lambda _: plugin.Counts(0, 0, 0, 0, 0))
     for _ in range(50):
-        found.after_call()
+        found.before_call()
     (record,) = [r for r in caplog.records if "made its communicators before" in r.getMessage()]
     assert "NCCL's defaults" in record.getMessage() and not found.works
 
