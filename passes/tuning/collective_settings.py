@@ -36,7 +36,8 @@ class NcclSetting:
 
     Attributes:
       algorithm, protocol: of ALGORITHMS and PROTOCOLS; both are given, or neither.
-      channels: number of channels. NCCL takes fewer if the communicator has fewer.
+      channels: number of channels. NCCL takes fewer if the communicator has fewer. Where it would not (CollNet, and
+        NVLS over several nodes), the plugin leaves the number to NCCL.
       chunk: bytes that a channel moves at a time. NCCL before 2.30 ignores it.
 
     Raises:
