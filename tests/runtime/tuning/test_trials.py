@@ -28,7 +28,7 @@ from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling.traces import executions
 from dhelix.runtime.profiling.traces.executions import Execution
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.tuning import plugin, trials, tune_step
+from dhelix.runtime.tuning import in_effect, plugin, trials, tune_step
 from dhelix.runtime.tuning.plugin import Asked, Counts, TunerError
 
 KERNEL = 1e-3
@@ -203,6 +203,17 @@ def test_if_nccl_does_not_use_the_plugin_the_error_says_why(nccl: Nccl) -> None:
     nccl.unused = True
     with pytest.raises(TunerError, match="made its communicators before"):
         dhelix.tune(step, *arguments)
+
+
+def test_a_first_step_that_fails_leaves_the_settings_of_the_process(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, arguments = step_and_arguments(donate=False)
+    monkeypatch.setattr(in_effect, "_tables", {("step 1", "a table"): "a table"})
+    nccl.unused = True
+    with pytest.raises(TunerError):
+        dhelix.tune(step, *arguments)
+    assert nccl.tables[-1] == "a table" and len(nccl.tables) == 2
 
 
 def test_without_gpus_the_error_says_so() -> None:
