@@ -1,7 +1,8 @@
 """The process that tunes. `python -m dhelix.launch.tune.worker REQUEST.json` runs it.
 
-It prints JSON objects. Before each piece of work: {"what": "all collectives ring simple", "patience": 90}. At the end:
-{"finished": {...}} with all results, or {"error": "..."}. With "crashed", the step failed, perhaps of its settings.
+It prints JSON objects. Before each piece of work: {"what": "all collectives ring simple", "patience": 90}. After a
+measurement: {"patience": 900}, because the worker may now fit models without a word. At the end: {"finished": {...}}
+with all results, or {"error": "..."}. With "crashed", the step failed, perhaps of its settings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.tuning import tune_step
 
 COMPILES = 900.0
-"""Seconds that compilation may take."""
+"""Seconds that work without the GPUs may take: compilation, and fits of models."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def run(request: Request) -> dict[str, Any]:
         minutes=request.minutes,
         records=request.records,
         progress=lambda what: tell(what=what, patience=COMPILES if "compiles" in what else request.patience),
+        measured=lambda: tell(patience=COMPILES),
         name=name_of(given, training),
         use_up=True,
     )

@@ -108,6 +108,7 @@ def tune(
     minutes: float = 10.0,
     records: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
+    measured: Callable[[], None] | None = None,
     name: str | None = None,
     use_up: bool = False,
 ) -> Tuned:
@@ -122,6 +123,7 @@ def tune(
       minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured.
       records: file of measurements. A call that was interrupted goes on from there.
       progress: called with a line on what comes next.
+      measured: called after each measurement. Models are fitted then, which takes time, but not on the GPUs.
       name: of the program, for the plan; default: the name of the step.
       use_up: whether donated arguments may be used up. Then there is one state, as in training.
 
@@ -130,7 +132,7 @@ def tune(
         arrays.
     """
     start = time.monotonic()
-    told = progress or (lambda _: None)
+    told, ended = progress or (lambda _: None), measured or (lambda: None)
     decorated = step if isinstance(step, InterleavedStep) else interleaved(step, StepOptions())
     if jax.default_backend() != "gpu":
         raise DhelixError(f"tuning needs GPUs, but this process runs on {jax.default_backend()}; see `nvidia-smi`")
@@ -147,7 +149,7 @@ def tune(
     static, _ = decorated.static_positions(arguments)
     given = tuple(one for n, one in enumerate(arguments) if n not in static)
     trials = StepTrials(lowered, given, base.target, use_up)
-    return Tuning(trials, base, told, start, minutes).run(out, None if records is None else Path(records))
+    return Tuning(trials, base, told, start, minutes, ended).run(out, None if records is None else Path(records))
 
 
 def prepare() -> None:
@@ -180,8 +182,10 @@ class Tuning:
         told: Callable[[str], None],
         start: float,
         minutes: float,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._trials, self._base = trials, base
+        self._ended = ended
         self._told, self._start, self._deadline = told, start, start + 60.0 * minutes
         self._notes: list[str] = []
 
@@ -207,7 +211,15 @@ class Tuning:
             noise = _noise(bodies, self._trials.times(bodies, {}))
         # Step 3.
         if bodies:
-            found = StepSearch(bodies, self._measure(bodies, records), _space(), noise, self._told).run()
+            measure = self._measure(bodies, records)
+
+            def measured(settings: StepSettings) -> StepTimes:
+                try:
+                    return measure(settings)
+                finally:
+                    self._ended()
+
+            found = StepSearch(bodies, measured, _space(), noise, self._told).run()
         else:
             why = "it asks a plugin about no collective that takes time" if searches else ""
             found = Found({DEFAULTS: {}}, {}, {}, 0, why)

@@ -37,8 +37,11 @@ if mode and not failed:
         records.write_text(json.dumps({"program": "p", "settings": "s", "began": True}) + "\\n")
     tell(what="all collectives ring ll", patience=1)
     if mode == "hang": time.sleep(60)
+    if mode == "fits":
+        tell(patience=60)
+        time.sleep(1.5)
     if mode == "refused": tell(error="ncclInternalError", crashed=True); sys.exit(1)
-    sys.exit("Fatal: the card is on fire")
+    if mode != "fits": sys.exit("Fatal: the card is on fire")
 faster = {"NCCL_BUFFSIZE=262144": 0.9, "NCCL_MIN_NCHANNELS=16": 0.95}
 default = 0.1
 for name, value in seen.items(): default *= faster.get(f"{name}={value}", 1.0)
@@ -127,6 +130,14 @@ def test_a_measurement_that_fails_is_marked_and_tuning_goes_on(
     why = whys.get(mode, "ended with status 1 (Fatal: the card is on fire)")
     assert why in text and "settings that failed count as slow" in text
     assert len(seen(tmp_path)) == 2
+
+
+def test_fits_of_models_are_no_silence_of_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORKER_MODE", "fits")
+    assert dhelix_tune(tmp_path, "--noprocess") == 0
+    assert "no answer" not in capsys.readouterr().out and len(seen(tmp_path)) == 1
 
 
 def test_a_failure_outside_of_a_measurement_is_an_error(

@@ -161,6 +161,15 @@ def test_a_tuning_ends_in_time_with_the_best_so_far() -> None:
     assert tuned(step, minutes=0.0).seconds == {DEFAULTS: step.seconds({})} and step.count == 0
 
 
+def test_the_end_of_each_measurement_is_told_before_models_are_fitted() -> None:
+    said: list[str] = []
+    step = SimulatedStep()
+    tuning = Tuning(step, PLAN, said.append, time.monotonic(), 10.0, lambda: said.append("measured"))
+    found = tuning.run(None, None).found
+    lines = [n for n, line in enumerate(said) if line.startswith(("all collectives", "settings of their own"))]
+    assert len(lines) == found.measured and all(said[n + 1] == "measured" for n in lines)
+
+
 def test_if_nccl_asks_in_another_order_nothing_is_tuned() -> None:
     step = SimulatedStep()
     step.surprise = "question 2 of 6 is all-gather of 512 bytes, where the program has the end of the step"
