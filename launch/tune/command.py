@@ -74,7 +74,9 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     else:
         tables.show(rows, console)
     if chosen["picture"]:
-        picture.save(rows[-1].result, chosen["picture"], f"{chosen['preset']}, {rows[-1].name}")
+        row = tables.drawn(rows)
+        name = row.name if row is tables.fastest(rows) else f"{row.name} (not chosen)"
+        picture.save(row.result, chosen["picture"], f"{chosen['preset']}, {name}")
     if chosen["out"]:
         say(console, f"wrote {chosen['out']}: dhelix train --tuning {chosen['out']}, or strand_interleave(tuning=...)")
     return 0

@@ -83,6 +83,14 @@ def fastest(rows: Sequence[Row]) -> Row:
     return min(rows, key=lambda row: min(row.seconds.values()))
 
 
+def drawn(rows: Sequence[Row]) -> Row:
+    """The row whose times are drawn: the fastest one; if nothing was tried there, the fastest one where something was.
+
+    The first search measures many processes with NCCL's defaults alone, so only some rows have times to draw.
+    """
+    return fastest([row for row in rows if any(body["map"] for body in row.result["bodies"])] or rows)
+
+
 def _cell(seconds: float | None, base: float) -> str:
     return "" if seconds is None else f"{milliseconds(seconds)} ({base / seconds:.3f})"
 

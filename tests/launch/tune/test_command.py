@@ -15,6 +15,7 @@ from dhelix.launch import cli
 from dhelix.launch.profile import workers
 from dhelix.launch.tune import processes
 from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.launch.tune.tables import Row, drawn
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
@@ -130,6 +131,16 @@ def test_a_measurement_that_fails_is_marked_and_tuning_goes_on(
     why = whys.get(mode, "ended with status 1 (Fatal: the card is on fire)")
     assert why in text and "settings that failed count as slow" in text
     assert len(seen(tmp_path)) == 2
+
+
+def test_the_picture_shows_the_row_that_was_chosen() -> None:
+    def row(setting: str, seconds: float, channels: tuple[int, ...]) -> Row:
+        result = {"seconds": {"dhelix": seconds}, "bodies": [{"map": [{"channels": n} for n in channels]}]}
+        return Row(setting, {}, result)
+
+    slow, fast, untried = row("default", 0.2, (1, 2)), row("connections1", 0.1, (1, 2)), row("copy-engine", 0.05, ())
+    assert drawn([fast, slow]) is fast
+    assert drawn([untried, fast, slow]) is fast and drawn([untried]) is untried
 
 
 def test_fits_of_models_are_no_silence_of_a_measurement(
