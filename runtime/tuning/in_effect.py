@@ -21,6 +21,7 @@ the processes meet again, and load the tables only if NCCL uses the plugin in al
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,11 +108,16 @@ class _Pending:
 
 def prepare(plan: Plan) -> None:
     """Builds the plugin and tells NCCL to use it, if the plan has settings. Says why, if that is impossible."""
-    if plan.tuning is not None and plan.tuning.collectives:
-        try:
-            plugin.install()
-        except TunerError as error:
-            say_once(f"collectives run on NCCL's defaults: {error}", ("tuning", str(error)))
+    if plan.tuning is None or not plan.tuning.collectives:
+        return  # without settings, the plugin must not be there: NCCL may choose otherwise beside it
+    try:
+        plugin.install()
+    except TunerError as error:
+        say_once(f"collectives run on NCCL's defaults: {error}", ("tuning", str(error)))
+        return
+    if variable := plugin.replaces_policy(os.environ):
+        what = f"{variable} has no effect beside the plan's settings: unset it, or train without them"
+        say_once(what, ("tuning", variable))
 
 
 def apply(step: str, label: str, plan: Plan, module: HloModule, job: Job | None) -> Applied:

@@ -48,6 +48,7 @@ from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 from dhelix.runtime.tuning import plugin
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
+from dhelix.runtime.tuning.plugin import TunerError
 from dhelix.runtime.tuning.records import Records, digest, read
 from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, Found, StepSearch, StepSettings, StepTimes, failed
 from dhelix.runtime.tuning.trials import StepTrials
@@ -153,7 +154,16 @@ def tune(
 
 
 def prepare() -> None:
-    """Tells NCCL to use the plugin. Call it before any collective runs. Raises TunerError if there is no plugin."""
+    """Tells NCCL to use the plugin. Call it before any collective runs.
+
+    Raises:
+      TunerError: there is no plugin, or NCCL's defaults would not be those that it has without one.
+    """
+    if variable := plugin.replaces_policy(os.environ):
+        raise TunerError(
+            f"{variable} has no effect beside a tuner plugin, so nothing can be compared with NCCL's own choice: unset "
+            "it to tune, or train without settings"
+        )
     plugin.install()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from dhelix.runtime.compiler import deviceless, lowering, registration
 from dhelix.runtime.processes import agreement, rendezvous
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.tuning import in_effect, plugin
+from dhelix.runtime.tuning import in_effect, plugin, tune_step
 from dhelix.runtime.tuning.plugin import Plugin
 from dhelix.tests.runtime import steps
 from dhelix.tests.runtime.tuning.nccl import USUAL, Chosen, Communicator
@@ -264,3 +265,17 @@ def test_without_a_compiler_the_step_is_decorated_and_says_so(
     step(tuning=plan)
     assert [r for r in caplog.records if "defaults: settings of collectives need a C compiler" in r.getMessage()]
     monkeypatch.undo()
+
+
+def test_under_a_policy_that_a_plugin_replaces_only_settings_install_it(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert plan.tuning is not None
+    monkeypatch.setenv("NCCL_CTA_POLICY", "1")
+    in_effect.prepare(replace(plan, tuning=replace(plan.tuning, collectives=())))
+    assert not os.environ[plugin.VARIABLE] and not caplog.records
+    in_effect.prepare(plan)
+    assert os.environ[plugin.VARIABLE]
+    assert [r for r in caplog.records if "NCCL_CTA_POLICY=1 has no effect beside the plan" in r.getMessage()]
+    with pytest.raises(plugin.TunerError, match="nothing can be compared with NCCL's own choice"):
+        tune_step.prepare()

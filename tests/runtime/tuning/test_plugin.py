@@ -192,3 +192,19 @@ def test_another_plugin_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, loade
         plugin.install()
     monkeypatch.setenv(plugin.VARIABLE, "")
     assert plugin.install() is loaded and os.environ[plugin.VARIABLE] == str(loaded.path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "replaced"),
+    [
+        ({}, ""),
+        ({"NCCL_CTA_POLICY": "0"}, ""),
+        ({"NCCL_CTA_POLICY": "1"}, "NCCL_CTA_POLICY=1"),
+        ({"NCCL_CTA_POLICY": "2"}, ""),
+        ({"NCCL_CTA_POLICY": "efficiency|default"}, "NCCL_CTA_POLICY=efficiency|default"),
+        ({"NCCL_CTA_POLICY": "EFFICIENCY|ZERO"}, ""),
+        ({"NCCL_CTA_POLICY": "1", "NCCL_ALGO": "ring"}, ""),
+    ],
+)
+def test_the_policy_that_nccl_leaves_out_beside_a_plugin_is_known(environment: dict[str, str], replaced: str) -> None:
+    assert plugin.replaces_policy(environment) == replaced
