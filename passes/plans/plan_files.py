@@ -69,9 +69,9 @@ from dhelix.passes.plans.plan import (
 )
 from dhelix.passes.sharding.factors import STATES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.profiles import keys
-from dhelix.profiles.channels.channel_model import ChannelError
+from dhelix.profiles.channels.nccl_setting import ChannelError, NcclSetting
 from dhelix.profiles.files import codec
 from dhelix.profiles.files.codec import Bytes, Count, Kind, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey

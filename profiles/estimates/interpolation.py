@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dhelix.profiles.channels.nccl_setting import AS_NCCL_HAS_IT, NcclSetting
 from dhelix.profiles.estimates import roofline
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
@@ -119,7 +120,7 @@ def _octaves(key: OperatorKey) -> np.ndarray:
 class CollectiveCurves:
     """Estimates times of collectives from curves: measured times over bytes.
 
-    There is one curve for each combination of kind, mesh, number of groups and implementation.
+    There is one curve for each combination of kind, mesh, number of groups, implementation and configuration.
     """
 
     def __init__(self, times: Mapping[CollectiveKey, Timing], hardware: Hardware) -> None:
@@ -142,13 +143,20 @@ class CollectiveCurves:
             return None
         nearest = min(candidates, key=lambda c: (_distances(c, curve), c))
         there = CollectiveKey(
-            nearest.kind, key.bytes, nearest.gpus_per_node, nearest.nodes, nearest.groups, nearest.implementation
+            nearest.kind,
+            key.bytes,
+            nearest.gpus_per_node,
+            nearest.nodes,
+            nearest.groups,
+            nearest.implementation,
+            nearest.configuration,
         )
         points = self._points[nearest]
         seconds = points.seconds(there, self.hardware)
         seconds *= roofline_seconds(key, self.hardware) / roofline_seconds(there, self.hardware)
-        other_implementation, other_kind, other_mesh, other_groups = _distances(nearest, curve)
-        same = not (other_implementation or other_kind or other_mesh or (other_groups and key.nodes > 1))
+        _, other_implementation, other_kind, other_mesh, other_groups, configured = _distances(nearest, curve)
+        other = other_implementation or other_kind or other_mesh or configured
+        same = not (other or (other_groups and key.nodes > 1))
         return Interpolation(seconds, seconds * points.spread(key.bytes), same and points.reach(key.bytes))
 
 
@@ -161,19 +169,24 @@ class _Curve:
     nodes: int
     groups: int
     implementation: str
+    configuration: NcclSetting
 
 
 def _curve(key: CollectiveKey) -> _Curve:
-    return _Curve(key.kind, key.gpus_per_node, key.nodes, key.groups, key.implementation)
+    return _Curve(key.kind, key.gpus_per_node, key.nodes, key.groups, key.implementation, key.configuration)
 
 
-def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float]:
-    """How different two curves are, for sorting.
+def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, bool, float, float, bool]:
+    """How different curve `a` is from the wanted curve `b`, for sorting.
 
-    The implementation counts most, then the kind of collective, then the mesh, then the number of groups.
+    A configuration that is neither the wanted one nor NCCL's own counts most, then the implementation, then the kind of
+    collective, then the mesh, then the number of groups. A curve of NCCL's own configuration is worse than the wanted.
     """
+    strange = a.configuration not in (b.configuration, AS_NCCL_HAS_IT)
     mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
-    return a.implementation != b.implementation, a.kind != b.kind, mesh, abs(math.log(a.groups / b.groups))
+    groups = abs(math.log(a.groups / b.groups))
+    own = a.implementation != b.implementation, a.kind != b.kind, mesh, groups
+    return strange, *own, a.configuration != b.configuration
 
 
 @dataclass(frozen=True, slots=True)

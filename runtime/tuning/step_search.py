@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dhelix.passes.plans.tuned_collectives import Identity
-from dhelix.passes.tuning.collective_settings import NcclSetting
 from dhelix.passes.tuning.guided_search import tune
 from dhelix.passes.tuning.measurements import LimitReached, Measurements, Run
 from dhelix.passes.tuning.space import Settings, Space
 from dhelix.profiles.channels.channel_model import ChannelSetting
 from dhelix.profiles.channels.model_fit import MeasuredTimes
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.tuning import rounds
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
 

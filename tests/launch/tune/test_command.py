@@ -18,7 +18,8 @@ from dhelix.launch.tune.process_search import VARIABLES, search
 from dhelix.launch.tune.tables import Row, drawn
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 
 WORKER = """
 import json, os, sys, time

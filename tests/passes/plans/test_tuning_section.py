@@ -12,7 +12,8 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import CollectivesSection, Plan, PlanError, PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities, settings_of
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 
 KEY = "all-gather 512B 2x1 groups=1 nccl"
 FEW, MANY = NcclSetting("ring", "simple", 4), NcclSetting("", "", 16, 1 << 17)

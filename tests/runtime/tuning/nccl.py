@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dhelix.passes.tuning.collective_settings import ALGORITHMS, PROTOCOLS
+from dhelix.profiles.channels.nccl_setting import ALGORITHMS, PROTOCOLS
 from dhelix.runtime.tuning.plugin import FUNCTIONS
 
 _P, _I, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t

@@ -19,8 +19,9 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.passes.tuning.launch_order import Question, sequences
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.compiler import deviceless, lowering, registration
 from dhelix.runtime.processes import agreement, rendezvous
 from dhelix.runtime.step.interleaved_step import InterleavedStep
