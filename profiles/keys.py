@@ -10,11 +10,12 @@ A key contains what decides the time, and nothing else. So equal instructions of
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.channels.nccl_setting import AS_NCCL_HAS_IT, NcclSetting
+from dhelix.profiles.channels.nccl_setting import AS_NCCL_HAS_IT, ChannelError, NcclSetting
 
 OPERATOR_KINDS = ("gemm", "grouped-gemm", "attention", "attention-backward", "fusion", "copy", "other")
 COLLECTIVE_KINDS = (
@@ -122,6 +123,7 @@ def parse(text: str) -> Key:
         return OperatorKey(kind, family, tuple(map(int, sizes.split("x"))) if sizes else ())
     if found := _COLLECTIVE.fullmatch(text):
         kind, size, per_node, nodes, groups, implementation, configuration = found.groups()
-        setting = AS_NCCL_HAS_IT if configuration is None else NcclSetting.parse(configuration)
-        return CollectiveKey(kind, int(size), int(per_node), int(nodes), int(groups), implementation, setting)
+        with contextlib.suppress(ChannelError):
+            setting = AS_NCCL_HAS_IT if configuration is None else NcclSetting.parse(configuration)
+            return CollectiveKey(kind, int(size), int(per_node), int(nodes), int(groups), implementation, setting)
     raise DhelixError(f"{text[:100]!r} is not the key of an operator or a collective")

@@ -135,10 +135,12 @@ class CollectiveCurves:
 
         A time from another curve is multiplied by the ratio of the roofline's times, and it is not `near`. But inside a
         node, a curve that differs only in the number of groups counts as the own curve, because groups share no links
-        there. None if nothing was measured over the same kind of link (inside a node, or across nodes).
+        there. Curves of settings other than the key's or NCCL's own say nothing. None if nothing was measured over the
+        same kind of link (inside a node, or across nodes).
         """
         curve = _curve(key)
-        candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1)]
+        comparable = key.configuration, AS_NCCL_HAS_IT
+        candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1) and c.configuration in comparable]
         if not candidates:
             return None
         nearest = min(candidates, key=lambda c: (_distances(c, curve), c))
@@ -154,7 +156,7 @@ class CollectiveCurves:
         points = self._points[nearest]
         seconds = points.seconds(there, self.hardware)
         seconds *= roofline_seconds(key, self.hardware) / roofline_seconds(there, self.hardware)
-        _, other_implementation, other_kind, other_mesh, other_groups, configured = _distances(nearest, curve)
+        other_implementation, other_kind, other_mesh, other_groups, configured = _distances(nearest, curve)
         other = other_implementation or other_kind or other_mesh or configured
         same = not (other or (other_groups and key.nodes > 1))
         return Interpolation(seconds, seconds * points.spread(key.bytes), same and points.reach(key.bytes))
@@ -176,17 +178,16 @@ def _curve(key: CollectiveKey) -> _Curve:
     return _Curve(key.kind, key.gpus_per_node, key.nodes, key.groups, key.implementation, key.configuration)
 
 
-def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, bool, float, float, bool]:
-    """How different curve `a` is from the wanted curve `b`, for sorting.
+def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float, bool]:
+    """How different two curves are, for sorting.
 
-    A configuration that is neither the wanted one nor NCCL's own counts most, then the implementation, then the kind of
-    collective, then the mesh, then the number of groups. A curve of NCCL's own configuration is worse than the wanted.
+    The implementation counts most, then the kind of collective, then the mesh, then the number of groups, then the
+    configuration.
     """
-    strange = a.configuration not in (b.configuration, AS_NCCL_HAS_IT)
     mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
     groups = abs(math.log(a.groups / b.groups))
-    own = a.implementation != b.implementation, a.kind != b.kind, mesh, groups
-    return strange, *own, a.configuration != b.configuration
+    other_configuration = a.configuration != b.configuration
+    return a.implementation != b.implementation, a.kind != b.kind, mesh, groups, other_configuration
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ collectives = st.builds(
     st.integers(1, 64),
     st.sampled_from(keys.IMPLEMENTATIONS),
     st.builds(
-        lambda kind, channels, chunk: NcclSetting(*kind, channels, chunk),
+        lambda kind, channels, chunk: NcclSetting(kind[0], kind[1], channels, chunk),
         st.one_of(
             st.just(("", "")),
             st.tuples(st.sampled_from(nccl_setting.ALGORITHMS), st.sampled_from(nccl_setting.PROTOCOLS)),
