@@ -24,6 +24,7 @@ from dhelix.passes.plans import plan_files
 from dhelix.runtime.profiling.measure import reason
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.tuning import tune_step
+from dhelix.runtime.tuning.tuned import as_json
 
 COMPILES = 900.0
 """Seconds that work without the GPUs may take: compilation, and fits of models."""
@@ -40,6 +41,7 @@ class Request:
       out: plan file to write.
       minutes: time after which the search stops. With 0, only NCCL's defaults are measured.
       patience: seconds that one measurement may take.
+      order: whether the step may be ordered anew for the tuned collectives.
       records: file of measurements, or None.
       node: keywords of `jax.distributed.initialize` as `workers.environments` names them, or None.
     """
@@ -50,6 +52,7 @@ class Request:
     out: str
     minutes: float
     patience: float
+    order: bool = True
     records: str | None = None
     node: Mapping[str, Any] | None = None
 
@@ -82,13 +85,14 @@ def run(request: Request) -> dict[str, Any]:
         out=request.out,
         plan=None if request.plan is None else plan_files.load(request.plan),
         minutes=request.minutes,
+        order=request.order,
         records=request.records,
         progress=lambda what: tell(what=what, patience=COMPILES if "compiles" in what else request.patience),
         measured=lambda: tell(patience=COMPILES),
         name=name_of(given, training),
         use_up=True,
     )
-    return tune_step.as_json(tuned)
+    return as_json(tuned)
 
 
 def main(path: str) -> None:

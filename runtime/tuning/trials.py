@@ -28,6 +28,7 @@ from dhelix.passes.framework.fingerprint import module_fingerprint, of_bytes
 from dhelix.passes.plans.plan import PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
 from dhelix.passes.tuning.launch_order import sequences
+from dhelix.runtime.compiler import memory_need
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement
 from dhelix.runtime.processes.launch_settings import NO_GRAPHS
@@ -95,6 +96,16 @@ class StepTrials:
                 "NCCL does not use the tuner plugin: it made its communicators before, or knows no interface of it; "
                 "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which"
             )
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the next step. If a step donates them, they take the place of those that were given."""
+        return self._arguments
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the step needs on a GPU by the compiler's count, arguments included."""
+        return memory_need.of_compiled(self._compiled).total
 
     @property
     def key(self) -> str:

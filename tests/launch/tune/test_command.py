@@ -34,7 +34,7 @@ tell(what="compiles the step", patience=60)
 records = Path(request["records"])
 mode = os.environ.get("WORKER_MODE", "")
 failed = "failed" in records.read_text() if records.is_file() else False
-if mode and not failed:
+if mode not in ("", "ordered") and not failed:
     if mode != "early":
         records.write_text(json.dumps({"program": "p", "settings": "s", "began": True}) + "\\n")
     tell(what="all collectives ring ll", patience=1)
@@ -62,6 +62,8 @@ body = {"body": "0" * 16, "name": "both strands: 4 collectives", "runs": 12, "ki
         "collectives": [["0" * 16, key, 1]], "default": {"collectives": [0.01], "computations": [0.02], "whole": 0.024},
         "map": maps}
 tell(finished={"seconds": seconds, "gain": 1 / 0.95, "noise": 0.003, "measured": 31 if tunes else 0, "spent": 12.0,
+               "iterations": ["round 1: the step's order, 31 measurements, 95.0 ms a step"] if tunes else [],
+               "ordered": os.environ.get("WORKER_MODE") == "ordered",
                "notes": ["settings that failed count as slow: one"] if failed else [],
                "bodies": [body] if tunes else [], "tuning": section})
 """
@@ -107,6 +109,17 @@ def test_the_process_is_tuned_first_then_each_collective(tmp_path: Path, capsys:
     assert "81.2 ms instead of 100.0 ms: 1.231 x, of which 1.193 x by settings of the whole process and 1.032 x" in text
     assert "both strands: 4 collectives" in text and "ring" in text
     assert plan_files.load(out).tuning is not None and png.stat().st_size
+
+
+@pytest.mark.parametrize(("mode", "option"), [("ordered", "plan"), ("", "tuning")])
+def test_what_each_round_gained_is_said_and_how_the_plan_is_used(
+    tmp_path: Path, mode: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORKER_MODE", mode)
+    assert dhelix_tune(tmp_path, "--noprocess", "--noorder", "--out", tmp_path / "plan.json") == 0
+    text = capsys.readouterr().out
+    assert "Round 1: the step's order, 31 measurements, 95.0 ms a step." in text
+    assert f"dhelix train --{option}" in text.replace("\n", " ") and seen(tmp_path)[-1]["request"]["order"] is False
 
 
 def test_results_are_also_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

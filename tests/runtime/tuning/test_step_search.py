@@ -17,7 +17,8 @@ from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.runtime.tuning import rounds, tune_step
 from dhelix.runtime.tuning.records import mark_failed
 from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, KINDS, TUNED, UNIFORM, StepSearch
-from dhelix.runtime.tuning.tune_step import Tuned, Tuning, as_json
+from dhelix.runtime.tuning.tune_step import Tuning
+from dhelix.runtime.tuning.tuned import Tuned, as_json
 from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SPACE, SimulatedStep
 
 PLAN = Plan("a step", PlanTarget.of("H100", "no-p2p", "default", 2))
