@@ -79,11 +79,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         name = row.name if row is tables.fastest(rows) else f"{row.name} (not chosen)"
         picture.save(row.result, chosen["picture"], f"{chosen['preset']}, {name}")
     if chosen["out"]:
-        option = "plan" if tables.fastest(rows).result["ordered"] else "tuning"
-        say(
-            console,
-            f"wrote {chosen['out']}: dhelix train --{option} {chosen['out']}, or strand_interleave({option}=...)",
-        )
+        say(console, f"wrote {chosen['out']}: dhelix train --plan {chosen['out']}, or strand_interleave(plan=...)")
     return 0
 
 

@@ -23,7 +23,7 @@ and tunes again, as long as this gains.
 
   dhelix tune --preset llama-8b --layers 8 --mesh tp=2 --settings connections1 --out tuned.json    # needs GPUs
   dhelix tune --plan plan.json --preset llama-8b --layers 8 --mesh tp=2 --out plan.json            # needs GPUs
-  dhelix train --tuning tuned.json --preset llama-8b --layers 8 --mesh tp=2                        # needs GPUs
+  dhelix train --plan tuned.json --preset llama-8b --layers 8 --mesh tp=2                          # needs GPUs
 
 The same command goes on where an interrupted one stopped. For a step of your own, call dhelix.tune."""
 

@@ -135,7 +135,6 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
         "spent": tuned.spent,
         "notes": list(tuned.notes),
         "iterations": [str(one) for one in tuned.iterations],
-        "ordered": not tuned.plan.leaves_program,
         "bodies": [
             {
                 "body": body.fingerprint,
