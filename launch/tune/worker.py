@@ -27,7 +27,10 @@ from dhelix.runtime.tuning import tune_step
 from dhelix.runtime.tuning.tuned import as_json
 
 COMPILES = 900.0
-"""Seconds that work without the GPUs may take: compilation, and fits of models."""
+"""Seconds that work without the GPUs may take: compilation, orders, and fits of models."""
+
+_WITHOUT_GPUS = ("compiles", "orders")
+"""Words in the lines on such work."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,17 @@ def run(request: Request) -> dict[str, Any]:
         minutes=request.minutes,
         order=request.order,
         records=request.records,
-        progress=lambda what: tell(what=what, patience=COMPILES if "compiles" in what else request.patience),
+        progress=lambda what: tell(what=what, patience=patience(what, request.patience)),
         measured=lambda: tell(patience=COMPILES),
         name=name_of(given, training),
         use_up=True,
     )
     return as_json(tuned)
+
+
+def patience(what: str, of_measurement: float) -> float:
+    """Seconds that the work in a line of progress may take."""
+    return COMPILES if any(word in what.split() for word in _WITHOUT_GPUS) else of_measurement
 
 
 def main(path: str) -> None:

@@ -89,6 +89,7 @@ class Reordering:
         Raises:
           DhelixError: the step's order is not searched, or no plan can express it. The text says why the order stays.
         """
+        self._told("orders the step for the tuned collectives")
         why, found, moved = "", plan, []
         try:
             before, found = self._order_of(plan), self._ordered(plan.tuning)
@@ -221,7 +222,7 @@ def repeated(
             if not moved:
                 notes.append("no other order is predicted to be faster for the tuned collectives")
                 break
-            told(f"round {number}: tunes the step in another order of {len(moved)} computations")
+            told(f"round {number}: compiles the step in another order of {len(moved)} computations")
             new = again(plan, best, moved)
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
             notes.append(f"the order of round {number - 1} stays: {' '.join(str(error).split())[:300]}")

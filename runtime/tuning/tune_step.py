@@ -239,6 +239,7 @@ class Tuning:
             self._notes.append(f"NCCL's defaults stay where nothing was tried: {found.stopped}")
         # Step 4.
         seconds, chance = self._compare(found.candidates)
+        self._ended()
         best = _fastest(seconds, found.candidates, chance)
         alone = {body.fingerprint: _alone(body, found.maps.get(body.fingerprint, {})) for body in bodies}
         alone |= {} if start is None else start.alone

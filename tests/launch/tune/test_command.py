@@ -16,6 +16,7 @@ from dhelix.launch.profile import workers
 from dhelix.launch.tune import processes
 from dhelix.launch.tune.process_search import VARIABLES, search
 from dhelix.launch.tune.tables import Row, drawn
+from dhelix.launch.tune.worker import COMPILES, patience
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
@@ -158,6 +159,20 @@ def test_fits_of_models_are_no_silence_of_a_measurement(
     monkeypatch.setenv("WORKER_MODE", "fits")
     assert dhelix_tune(tmp_path, "--noprocess") == 0
     assert "no answer" not in capsys.readouterr().out and len(seen(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds"),
+    [
+        ("compiles the step", COMPILES),
+        ("round 2: compiles the step in another order of 3 computations", COMPILES),
+        ("orders the step for the tuned collectives", COMPILES),
+        ("the settings found so far, in the new order", 90.0),
+        ("all collectives ring ll", 90.0),
+    ],
+)
+def test_only_measurements_have_little_patience(what: str, seconds: float) -> None:
+    assert patience(what, 90.0) == seconds
 
 
 def test_a_failure_outside_of_a_measurement_is_an_error(

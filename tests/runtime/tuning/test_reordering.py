@@ -25,7 +25,7 @@ from dhelix.runtime.processes.launch_settings import NO_GRAPHS
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.tuning import tune_step
+from dhelix.runtime.tuning import in_effect, plugin, tune_step
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
 from dhelix.runtime.tuning.reordering import MOST, Reordering, repeated
 from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, StepSettings
@@ -170,17 +170,26 @@ def settings_of(step: InterleavedStep, arguments: tuple[Any, ...], ratio: float)
 
 
 @pytest.mark.deviceless
-def test_a_step_runs_in_the_order_that_is_best_for_its_tuned_collectives() -> None:
+def test_a_step_runs_in_the_order_that_is_best_for_its_tuned_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     step, arguments = compiled_step(strict=True)
     plan = settings_of(step, arguments, 8.0)
+    assert plan.tuning is not None
     reordering = Reordering(step, arguments, plan, lambda _: None)
     found, moved = reordering.ordered(plan)
     assert moved and {body.fingerprint for body in found.bodies} >= set(moved) and found.tuning == plan.tuning
     assert reordering.ordered(found)[1] == []  # which is the order that it already has
     ordered = reordering.step(plan_files.loads(plan_files.dumps(found), "here"))
     module = lowering.compiled_module(ordered.lower(*arguments).compile(dict(NO_GRAPHS)))
-    assert set(identities(module, TARGET).values()) == {row.identity for row in plan.tuning.collectives}  # type: ignore[union-attr]
+    assert set(identities(module, TARGET).values()) == {row.identity for row in plan.tuning.collectives}
     assert ordered.report(*arguments)["planned-order"].outcome == CHANGED
+    # Training takes the order and the settings from the same plan.
+    monkeypatch.setenv(plugin.VARIABLE, "")
+    monkeypatch.setattr(in_effect, "_tables", {})
+    monkeypatch.setattr(in_effect, "nccl_version", lambda: "2.28.9")
+    report = compiled_step(plan=found, strict=True)[0].report(*arguments)
+    plugin.install().load("")
+    assert report["planned-order"].outcome == CHANGED
+    assert f"{len(plan.tuning.collectives)} collectives have the plan's settings" in report.settings
 
 
 @pytest.mark.deviceless
