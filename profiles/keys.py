@@ -1,18 +1,21 @@
 """Keys for everything that has a time in a profile: operators, collectives, and pairs.
 
 A key contains what decides the time, and nothing else. So equal instructions of different programs have the same key.
-`dhelix.passes.evaluation.operator_keys` makes keys from HLO instructions. Two keys as text:
+`dhelix.passes.evaluation.operator_keys` makes keys from HLO instructions. Three keys as text:
 
     gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     all-gather 67108864B 4x1 groups=1 nccl
+    all-gather 67108864B 4x1 groups=1 nccl ring/simple channels=4        with a setting of its own (`dhelix tune`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
+from dhelix.profiles.channels.nccl_setting import AS_NCCL_HAS_IT, ChannelError, NcclSetting
 
 OPERATOR_KINDS = ("gemm", "grouped-gemm", "attention", "attention-backward", "fusion", "copy", "other")
 COLLECTIVE_KINDS = (
@@ -30,7 +33,7 @@ _CLOCKED = ("gemm", "grouped-gemm", "attention", "attention-backward")
 
 _OPERATOR = re.compile(rf"({'|'.join(OPERATOR_KINDS)}) (\S+) (\d+(?:x\d+)*)?")
 _COLLECTIVE = re.compile(
-    rf"({'|'.join(COLLECTIVE_KINDS)}) (\d+)B (\d+)x(\d+) groups=(\d+) ({'|'.join(IMPLEMENTATIONS)})"
+    rf"({'|'.join(COLLECTIVE_KINDS)}) (\d+)B (\d+)x(\d+) groups=(\d+) ({'|'.join(IMPLEMENTATIONS)})(?: (.+))?"
 )
 
 
@@ -75,6 +78,7 @@ class CollectiveKey:
       implementation: one of IMPLEMENTATIONS. `nccl` stands for NCCL's kernels. `symmetric` stands for NCCL on symmetric
         memory, by copy engines where NCCL supports them. `user-buffers` stands for NCCL without copies through NCCL's
         own buffers. `triton` stands for a kernel that XLA generates for small collectives.
+      configuration: algorithm, protocol, channels and chunks. By default, NCCL chooses them.
     """
 
     kind: str
@@ -83,6 +87,7 @@ class CollectiveKey:
     nodes: int = 1
     groups: int = 1
     implementation: str = "nccl"
+    configuration: NcclSetting = AS_NCCL_HAS_IT
 
     @property
     def group_size(self) -> int:
@@ -90,7 +95,7 @@ class CollectiveKey:
 
     def __str__(self) -> str:
         mesh = f"{self.gpus_per_node}x{self.nodes} groups={self.groups}"
-        return f"{self.kind} {self.bytes}B {mesh} {self.implementation}"
+        return f"{self.kind} {self.bytes}B {mesh} {self.implementation} {self.configuration.text}".rstrip()
 
 
 type Key = OperatorKey | CollectiveKey
@@ -117,6 +122,8 @@ def parse(text: str) -> Key:
         kind, family, sizes = found.groups()
         return OperatorKey(kind, family, tuple(map(int, sizes.split("x"))) if sizes else ())
     if found := _COLLECTIVE.fullmatch(text):
-        kind, size, per_node, nodes, groups, implementation = found.groups()
-        return CollectiveKey(kind, int(size), int(per_node), int(nodes), int(groups), implementation)
+        kind, size, per_node, nodes, groups, implementation, configuration = found.groups()
+        with contextlib.suppress(ChannelError):
+            setting = AS_NCCL_HAS_IT if configuration is None else NcclSetting.parse(configuration)
+            return CollectiveKey(kind, int(size), int(per_node), int(nodes), int(groups), implementation, setting)
     raise DhelixError(f"{text[:100]!r} is not the key of an operator or a collective")

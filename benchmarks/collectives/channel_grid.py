@@ -39,9 +39,9 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.benchmarks.collectives.early_starts import EarlyStarts
 from dhelix.benchmarks.pages.markdown import table
-from dhelix.passes.tuning.collective_settings import NcclSetting
 from dhelix.profiles.channels.channel_model import ChannelSetting, Overlap
 from dhelix.profiles.channels.model_fit import MeasuredTimes, errors, fit
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.processes.launch_settings import link_of, target_of
 from dhelix.runtime.profiling.provenance import provenance

@@ -4,7 +4,8 @@
 
     1  for each launch setting      a step under NCCL's defaults
     2  under the fastest one        buffers, channels and threads of the whole process (`process_search.py`)
-    3  under what step 2 found      algorithm, protocol and channels of each collective (`runtime/tuning`)
+    3  under what step 2 found      algorithm, protocol and channels of each collective, then the order of the step for
+                                    these, by turns until nothing gains (`runtime/tuning`)
 
 Each process has a worker (`worker.py`), so this one does not use the GPUs. docs/guide/tuning.md explains the results.
 """
@@ -76,9 +77,11 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     else:
         tables.show(rows, console)
     if chosen["picture"]:
-        picture.save(rows[-1].result, chosen["picture"], f"{chosen['preset']}, {rows[-1].name}")
+        row = tables.drawn(rows)
+        name = row.name if row is tables.fastest(rows) else f"{row.name} (not chosen)"
+        picture.save(row.result, chosen["picture"], f"{chosen['preset']}, {name}")
     if chosen["out"]:
-        say(console, f"wrote {chosen['out']}: dhelix train --tuning {chosen['out']}, or strand_interleave(tuning=...)")
+        say(console, f"wrote {chosen['out']}: dhelix train --plan {chosen['out']}, or strand_interleave(plan=...)")
     return 0
 
 
@@ -145,6 +148,7 @@ class _Tuning:
             str(out),
             minutes,
             self._chosen["patience_s"],
+            self._chosen["order"],
             str(self.records),
         )
         say(self._console, f"{name}: {'tunes each collective' if minutes else 'measures a step'}")

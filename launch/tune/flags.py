@@ -18,11 +18,12 @@ usage: dhelix tune --preset NAME [flags]
 
 Tunes how NCCL runs each collective of a train step, together with the computation that it overlaps (Lagom): algorithm,
 protocol and channels of each collective, and buffers, channels and threads of the whole process. It measures the step
-on this machine's GPUs. NCCL's defaults stay where nothing is faster.
+on this machine's GPUs. NCCL's defaults stay where nothing is faster. Then it orders the step for the tuned collectives
+and tunes again, as long as this gains.
 
   dhelix tune --preset llama-8b --layers 8 --mesh tp=2 --settings connections1 --out tuned.json    # needs GPUs
   dhelix tune --plan plan.json --preset llama-8b --layers 8 --mesh tp=2 --out plan.json            # needs GPUs
-  dhelix train --tuning tuned.json --preset llama-8b --layers 8 --mesh tp=2                        # needs GPUs
+  dhelix train --plan tuned.json --preset llama-8b --layers 8 --mesh tp=2                          # needs GPUs
 
 The same command goes on where an interrupted one stopped. For a step of your own, call dhelix.tune."""
 
@@ -39,6 +40,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("link", hardware.LINKS[0], list(hardware.LINKS), "link between the GPUs", flag_values=values)
     flags.DEFINE_bool(
         "process", True, "also tune buffers, channels and threads of the whole process", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "order", True, "also order the step anew for the tuned collectives, and tune again", flag_values=values
     )
     real("minutes", 10.0, "time after which the search stops with the best so far", lower_bound=0.0)
     real("patience_s", 90.0, "a measurement that takes longer than this counts as failed", lower_bound=1.0)

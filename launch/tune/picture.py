@@ -19,7 +19,7 @@ _WORDS = {"communication": "collectives", "computation": "computation", "whole":
 
 
 def save(result: Mapping[str, Any], path: str | Path, title: str) -> None:
-    """Draws the maps of a result (`tune_step.as_json`) to a file.
+    """Draws the maps of a result (`tuned.as_json`) to a file.
 
     Raises:
       DhelixError: the name ends neither in .png nor in .svg, matplotlib is missing, or the file cannot be written.

@@ -85,8 +85,9 @@ def _once(request: Request, place: Place, told: Callable[[str], None]) -> tuple[
                 if "finished" in message:
                     workers.wait(started)
                     return message["finished"], ""
-                if "what" in message:
+                if "patience" in message:
                     started[0].patience = message["patience"]
+                if "what" in message:
                     told(message["what"])
             status = started[0].process.wait()
             return None, f"the process ended with status {status} ({started[0].last_words()})"

@@ -24,7 +24,7 @@ class Row:
     Attributes:
       setting: the launch setting.
       environment: variables that the search over processes added.
-      result: what the worker found (`tune_step.as_json`).
+      result: what the worker found (`tuned.as_json`).
       plan: the plan file that the worker wrote.
     """
 
@@ -73,6 +73,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
         cells = [_cell(row.seconds.get(name), base) for name in CHOICES]
         table.add_row(row.name, *cells, str(row.result["measured"]), f"{row.result['spent']:.0f} s")
     console.print(table)
+    for line in best.result["iterations"]:
+        say(console, line[0].upper() + line[1:] + ".")
     _settings(best, console)
     for note in dict.fromkeys(note for row in rows for note in row.result["notes"]):
         say(console, note + ".")
@@ -81,6 +83,14 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def fastest(rows: Sequence[Row]) -> Row:
     """The row with the least time of a step."""
     return min(rows, key=lambda row: min(row.seconds.values()))
+
+
+def drawn(rows: Sequence[Row]) -> Row:
+    """The row whose times are drawn: the fastest one; if nothing was tried there, the fastest one where something was.
+
+    The first search measures many processes with NCCL's defaults alone, so only some rows have times to draw.
+    """
+    return fastest([row for row in rows if any(body["map"] for body in row.result["bodies"])] or rows)
 
 
 def _cell(seconds: float | None, base: float) -> str:

@@ -1,7 +1,8 @@
 """The process that tunes. `python -m dhelix.launch.tune.worker REQUEST.json` runs it.
 
-It prints JSON objects. Before each piece of work: {"what": "all collectives ring simple", "patience": 90}. At the end:
-{"finished": {...}} with all results, or {"error": "..."}. With "crashed", the step failed, perhaps of its settings.
+It prints JSON objects. Before each piece of work: {"what": "all collectives ring simple", "patience": 90}. After a
+measurement: {"patience": 900}, because the worker may now fit models without a word. At the end: {"finished": {...}}
+with all results, or {"error": "..."}. With "crashed", the step failed, perhaps of its settings.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from dhelix.passes.plans import plan_files
 from dhelix.runtime.profiling.measure import reason
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.tuning import tune_step
+from dhelix.runtime.tuning.tuned import as_json
 
 COMPILES = 900.0
-"""Seconds that compilation may take."""
+"""Seconds that work without the GPUs may take: compilation, orders, and fits of models."""
+
+_WITHOUT_GPUS = ("compiles", "orders")
+"""Words in the lines on such work."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Request:
       out: plan file to write.
       minutes: time after which the search stops. With 0, only NCCL's defaults are measured.
       patience: seconds that one measurement may take.
+      order: whether the step may be ordered anew for the tuned collectives.
       records: file of measurements, or None.
       node: keywords of `jax.distributed.initialize` as `workers.environments` names them, or None.
     """
@@ -49,6 +55,7 @@ class Request:
     out: str
     minutes: float
     patience: float
+    order: bool = True
     records: str | None = None
     node: Mapping[str, Any] | None = None
 
@@ -81,12 +88,19 @@ def run(request: Request) -> dict[str, Any]:
         out=request.out,
         plan=None if request.plan is None else plan_files.load(request.plan),
         minutes=request.minutes,
+        order=request.order,
         records=request.records,
-        progress=lambda what: tell(what=what, patience=COMPILES if "compiles" in what else request.patience),
+        progress=lambda what: tell(what=what, patience=patience(what, request.patience)),
+        measured=lambda: tell(patience=COMPILES),
         name=name_of(given, training),
         use_up=True,
     )
-    return tune_step.as_json(tuned)
+    return as_json(tuned)
+
+
+def patience(what: str, of_measurement: float) -> float:
+    """Seconds that the work in a line of progress may take."""
+    return COMPILES if any(word in what.split() for word in _WITHOUT_GPUS) else of_measurement
 
 
 def main(path: str) -> None:

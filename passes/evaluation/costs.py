@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective
@@ -175,7 +175,7 @@ class Costs(dict[Instruction, Cost]):
         if (kernel := self._kernel(instruction)) is not None:
             cost = self.in_step.kernel(cost, kernel)
         elif self.estimator is not None and instruction.computation.module.is_scheduled:
-            key = self.operator_keys[instruction] or self._message_key(instruction)
+            key = self.key(instruction) or self._message_key(instruction)
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
                 cost = self._with_others(cost, instruction) if isinstance(key, CollectiveKey) else cost
@@ -185,6 +185,10 @@ class Costs(dict[Instruction, Cost]):
             cost = replace(cost, communication=cost.seconds)
         self[instruction] = cost
         return cost
+
+    def key(self, instruction: Instruction) -> Key | None:
+        """The key with which a profile is asked for the time of an instruction."""
+        return self.operator_keys[instruction]
 
     def _message_key(self, instruction: Instruction) -> CollectiveKey | None:
         """The key of a send or recv: that of a permute of equal size and pairs, as NCCL runs both alike; else None."""
@@ -245,24 +249,24 @@ class Costs(dict[Instruction, Cost]):
         bandwidth, per_node = self.hardware.inter_bandwidth / 1e9, self.hardware.gpus_per_node
         return f"{bandwidth:g} GB/s per GPU between nodes of {per_node} GPUs"
 
-    def at_clock(self, clock: float) -> "Costs":
+    def at_clock(self, clock: float) -> Self:
         """The same costs, but products and attention take `clock` times as long as at the full clock."""
         if clock == self.in_step.clock:
             return self
-        in_step = replace(self.in_step, clock=clock)
-        made = Costs(self.hardware, self.estimator, in_step=in_step, matmuls=self.matmuls, instead=self.instead)
-        made.operator_keys, made._rates, made._guessed = self.operator_keys, self._rates, self._guessed
-        made._assumes_network = self._assumes_network
-        return made
+        return self._changed(in_step=replace(self.in_step, clock=clock))
 
-    def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
+    def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> Self:
         """The same costs, but the instructions in `instead` count as kernels. Costs already computed are kept."""
-        made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
-        made.operator_keys, made._guessed = self.operator_keys, self._guessed
-        made._assumes_network = self._assumes_network
+        made = self._changed(instead=instead)
         kept = {i: cost for i, cost in self.items() if i not in instead and i.opcode not in CONTROL_FLOW}
         made.update(kept)
         made._rates = {asked: rates for asked, rates in self._rates.items() if asked[0] in kept}
+        return made
+
+    def _changed(self, **attributes: Any) -> Self:
+        """Costs of the same kind with other attributes, and with no cost computed yet."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self), **attributes)
         return made
 
     def rates(
@@ -295,7 +299,7 @@ class Costs(dict[Instruction, Cost]):
         constants = constant_rates(self.hardware, self[collective])
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
-        own, its = self.operator_keys[compute], self.operator_keys[collective]
+        own, its = self.key(compute), self.key(collective)
         if own is None or its is None:
             return constants
         pair = (its, own) if collective_first else (own, its)
@@ -370,13 +374,8 @@ class CostModel:
         """New costs for one or several programs, with the corrections for steps (`InStep`)."""
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
         wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
-        in_step = InStep(
-            pause,
-            wait,
-            launch,
-            _POWER.get(self.profile.hardware),
-            in_order=self.setting in SETTINGS and SETTINGS[self.setting].in_order,
-        )
+        in_order = self.setting in SETTINGS and SETTINGS[self.setting].in_order
+        in_step = InStep(pause, wait, launch, _POWER.get(self.profile.hardware), in_order=in_order)
         return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls)
 
     @property

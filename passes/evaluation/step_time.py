@@ -132,7 +132,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
         )
     operators: dict[Key, OperatorTime] = {}
     for instruction, count in executed(module, costs):
-        key = costs.operator_keys[instruction] or kernel_key(instruction) or transfer_key(instruction)
+        key = costs.key(instruction) or kernel_key(instruction) or transfer_key(instruction)
         if key is None:
             continue
         known = operators.get(key)

@@ -78,7 +78,7 @@ class _Alike:
         found: dict[object, int] = {}
         self.kinds: list[int] = []
         for operator, head in zip(body.operators, body.heads, strict=True):
-            key = costs.operator_keys[head] if isinstance(costs, Costs) else None
+            key = costs.key(head) if isinstance(costs, Costs) else None
             own = operator.number if head.opcode in CONTROL_FLOW else None
             kind = key, own, operator.lane, operator.seconds, operator.light
             self.kinds.append(found.setdefault(kind, len(found)))

@@ -69,9 +69,9 @@ from dhelix.passes.plans.plan import (
 )
 from dhelix.passes.sharding.factors import STATES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.profiles import keys
-from dhelix.profiles.channels.channel_model import ChannelError
+from dhelix.profiles.channels.nccl_setting import ChannelError, NcclSetting
 from dhelix.profiles.files import codec
 from dhelix.profiles.files.codec import Bytes, Count, Kind, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
@@ -156,6 +156,9 @@ class _Tuned(Struct, forbid_unknown_fields=True):
     protocol: str = ""
     channels: Bytes = 0
     chunk: Bytes = 0
+    us: _Microseconds = 0.0
+    default_us: _Microseconds = 0.0
+    slows: Annotated[float, Meta(ge=0, le=1e3)] = 1.0
 
 
 class _Tuning(Struct, forbid_unknown_fields=True):
@@ -201,7 +204,6 @@ def dumps(plan: Plan) -> str:
     """The text of a plan's file. Raises PlanError if `loads` would reject it."""
     target, collectives, order = plan.target, plan.collectives, plan.order
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
-    decomposed = list(map(str, collectives.decomposed))
     limits = {"skew": order.skew, "max_in_flight": order.max_in_flight, "memory_limit": order.memory_limit}
     bodies = f'"bodies": {json_lines("[", map(_body_text, plan.bodies), "]")}'
     text = codec.document(
@@ -210,7 +212,7 @@ def dumps(plan: Plan) -> str:
             "program": json_text(plan.program),
             "target": json_text({**vars(target), "environment": dict(target.environment)}),
             "predicted": json_text(predicted),
-            "collectives": json_text({**vars(collectives), "decomposed": decomposed}),
+            "collectives": json_text({**vars(collectives), "decomposed": list(map(str, collectives.decomposed))}),
             "order": _lines(*(f'"{name}": {value}' for name, value in limits.items()), bodies),
             **({"sharding": json_text(plan.sharding.as_json())} if plan.sharding else {}),
             **({"tuning": _tuning_text(plan.tuning)} if plan.tuning else {}),
@@ -222,9 +224,12 @@ def dumps(plan: Plan) -> str:
 
 def _tuning_text(tuning: CollectiveSettings) -> str:
     fields = tuning.as_json()
-    rows = json_lines("[", map(json_text, fields.pop("collectives")), "]")
-    values = {name: _rounded(value) if isinstance(value, float) else value for name, value in fields.items()}
-    return _lines(*(f'"{name}": {json_text(value)}' for name, value in values.items()), f'"collectives": {rows}')
+    rows = json_lines("[", (json_text(_shortened(row)) for row in fields.pop("collectives")), "]")
+    return _lines(*(f'"{n}": {json_text(value)}' for n, value in _shortened(fields).items()), f'"collectives": {rows}')
+
+
+def _shortened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 def _lines(*fields: str) -> str:
@@ -321,7 +326,8 @@ def _tuning(read: _Tuning, origin: str) -> CollectiveSettings:
         for n, row in enumerate(read.collectives):
             place = f"tuning.collectives[{n}]"
             setting = NcclSetting(str(row.algorithm), str(row.protocol), row.channels, row.chunk)
-            rows.append(TunedCollective(_fingerprint(row.body, place, origin), str(row.key), row.occurrence, setting))
+            identity = _fingerprint(row.body, place, origin), str(row.key), row.occurrence
+            rows.append(TunedCollective(*identity, setting, row.us, row.default_us, row.slows))
         place = "tuning"
         return CollectiveSettings(str(read.nccl), read.devices, tuple(rows), read.default_us, read.tuned_us)
     except ChannelError as error:
@@ -360,9 +366,9 @@ def _body(body: _Body, place: str, origin: str) -> PlanBody:
 
 
 def _fingerprint(text: str, place: str, origin: str) -> str:
-    if not _FINGERPRINT.fullmatch(text):
-        raise _wrong(origin, "expected 16 hexadecimal digits", place)
-    return str(text)
+    if _FINGERPRINT.fullmatch(text):
+        return str(text)
+    raise _wrong(origin, "expected 16 hexadecimal digits", place)
 
 
 def _operators(rows: Mapping[str, _Identity], place: str, origin: str) -> dict[str, PlanOperator]:

@@ -16,8 +16,9 @@ from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.plan_operators import PlanOperators
-from dhelix.passes.tuning.collective_settings import NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import TunedCollective
 from dhelix.passes.tuning.launch_order import questions
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.profiles.hardware import describe
 
 type Identity = tuple[str, str, int]

@@ -3,14 +3,16 @@
     "tuning": {"nccl": "2.28", "devices": 2, "default_us": 550500, "tuned_us": 518400,
     "collectives": [
     {"body": "5d0c5f7e0c1b7a52", "key": "all-gather 67108864B 2x1 groups=1 nccl", "occurrence": 1,
-     "algorithm": "ring", "protocol": "simple", "channels": 4, "chunk": 0},
+     "algorithm": "ring", "protocol": "simple", "channels": 4, "chunk": 0,
+     "us": 1210, "default_us": 980, "slows": 0.4},
     ...
     ]}
 
 A collective is identified as operators of plans are: by the fingerprint of its computation, its key, and its number
 among the collectives with this key (`passes/plans/plan_operators.py`). So equal collectives of one layer may have
 different settings. Settings for a whole process, such as the size of buffers, are in the plan's target.
-`passes/plans/plan_files.py` reads and writes the section.
+`passes/plans/plan_files.py` reads and writes the section. With the times, a step can be ordered for these settings
+(`passes/plans/tuned_costs.py`).
 """
 
 from __future__ import annotations
@@ -19,51 +21,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.profiles.channels.channel_model import ChannelError
-
-ALGORITHMS = ("tree", "ring", "collnet-direct", "collnet-chain", "nvls", "nvls-tree", "pat")
-PROTOCOLS = ("ll", "ll128", "simple")
-MOST_CHANNELS = 64
-LEAST_CHUNK = 1920
-"""Bytes: NCCL stops the process if a chunk is smaller than the largest grain of its protocols."""
+from dhelix.profiles.channels.nccl_setting import ChannelError, NcclSetting
 
 _VERSION = re.compile(r"\d+\.\d+")
-
-
-@dataclass(frozen=True, order=True)
-class NcclSetting:
-    """How NCCL runs one collective. The defaults leave everything to NCCL.
-
-    Attributes:
-      algorithm, protocol: of ALGORITHMS and PROTOCOLS; both are given, or neither.
-      channels: number of channels. NCCL takes fewer if the communicator has fewer.
-      chunk: bytes that a channel moves at a time. NCCL before 2.30 ignores it.
-
-    Raises:
-      ChannelError: a value is impossible.
-    """
-
-    algorithm: str = ""
-    protocol: str = ""
-    channels: int = 0
-    chunk: int = 0
-
-    def __post_init__(self) -> None:
-        if bool(self.algorithm) != bool(self.protocol):
-            raise ChannelError(f"algorithm {self.algorithm!r} and protocol {self.protocol!r} are given together")
-        for name, value, known in (("algorithm", self.algorithm, ALGORITHMS), ("protocol", self.protocol, PROTOCOLS)):
-            if value and value not in known:
-                raise ChannelError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
-        if not 0 <= self.channels <= MOST_CHANNELS:
-            raise ChannelError(f"{self.channels} channels are impossible; give 1 to {MOST_CHANNELS}, or 0 for NCCL's")
-        if self.chunk and self.chunk < LEAST_CHUNK:
-            raise ChannelError(f"chunks of {self.chunk} bytes are too small; give at least {LEAST_CHUNK}, or 0")
-
-    def __str__(self) -> str:
-        channels = f"{self.channels} channels" if self.channels else ""
-        chunk = f"chunks of {self.chunk / 1024:,.0f} KiB" if self.chunk else ""
-        kind = f"{self.algorithm} {self.protocol}".strip()
-        return ", ".join(filter(None, (kind, channels, chunk))) or "as NCCL has it"
 
 
 @dataclass(frozen=True)
@@ -74,16 +34,33 @@ class TunedCollective:
       body: fingerprint of its computation.
       key: its key as text.
       occurrence: number among the collectives of the computation with this key, from 1.
+      us, default_us: microseconds in the step, with the setting and with NCCL's defaults; 0 if they are not known.
+      slows: how much computation loses beside it, compared with NCCL's defaults: 0 for nothing, 1 for the same.
+
+    Raises:
+      ChannelError: a time or `slows` is impossible.
     """
 
     body: str
     key: str
     occurrence: int
     setting: NcclSetting
+    us: float = 0.0
+    default_us: float = 0.0
+    slows: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.us, self.default_us, self.slows) < 0.0 or bool(self.us) != bool(self.default_us):
+            raise ChannelError(f"{self.key}: give a time with the setting and one with NCCL's defaults, or neither")
 
     @property
     def identity(self) -> tuple[str, str, int]:
         return self.body, self.key, self.occurrence
+
+    @property
+    def times(self) -> dict[str, float]:
+        """What was measured, by name; empty if nothing was."""
+        return {"us": self.us, "default_us": self.default_us, "slows": self.slows} if self.us else {}
 
 
 @dataclass(frozen=True)
@@ -120,7 +97,7 @@ class CollectiveSettings:
     def as_json(self) -> dict[str, Any]:
         """The section as JSON values."""
         rows = [
-            {"body": one.body, "key": one.key, "occurrence": one.occurrence, **vars(one.setting)}
+            {"body": one.body, "key": one.key, "occurrence": one.occurrence, **vars(one.setting), **one.times}
             for one in self.collectives
         ]
         times = {"default_us": self.default_us, "tuned_us": self.tuned_us}

@@ -43,32 +43,36 @@ _SECOND = 1e-3
 """The least weight of the shorter of communication and computation, so that predictions of equal length differ."""
 
 
-def tune(measurements: Measurements, overlap: Overlap, space: Space) -> MeasuredTimes:
+def tune(measurements: Measurements, overlap: Overlap, space: Space, start: Settings | None = None) -> MeasuredTimes:
     """Returns the best settings that were found, with their times.
 
     Uses fewer measurements if `measurements` has a limit; the best so far is then returned.
+
+    Args:
+      start: settings that were good for a similar overlap. They replace steps 1 and 2.
 
     Raises:
       ChannelError: the times are not those of `overlap`.
     """
     try:
-        return _tune(measurements, overlap, space)
+        return _tune(measurements, overlap, space, start)
     except LimitReached:
         return measurements.best
 
 
-def _tune(measurements: Measurements, overlap: Overlap, space: Space) -> MeasuredTimes:
+def _tune(measurements: Measurements, overlap: Overlap, space: Space, start: Settings | None) -> MeasuredTimes:
     collectives = range(len(overlap.volumes))
-
-    # Step 1: the least that computation can lose.
-    first = measurements.of(tuple(space.smallest for _ in collectives))
-    if first.bound_by_computation:
-        return first
-
-    # Step 2: settings from which the model can be fitted.
-    for n in range(len(_SPREAD)):
-        places = [_SPREAD[(n + _STRIDE * j) % len(_SPREAD)] for j in collectives]
-        measurements.of(tuple(space.at(*place) for place in places))
+    if start is not None:
+        measurements.of(start)
+    else:
+        # Step 1: the least that computation can lose.
+        first = measurements.of(tuple(space.smallest for _ in collectives))
+        if first.bound_by_computation:
+            return first
+        # Step 2: settings from which the model can be fitted.
+        for n in range(len(_SPREAD)):
+            places = [_SPREAD[(n + _STRIDE * j) % len(_SPREAD)] for j in collectives]
+            measurements.of(tuple(space.at(*place) for place in places))
 
     # Step 3: what the model calls best.
     model = None

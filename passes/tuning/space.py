@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from dhelix.profiles.channels.channel_model import ChannelError, ChannelSetting
+from dhelix.profiles.channels.channel_model import ChannelSetting
+from dhelix.profiles.channels.nccl_setting import ChannelError
 
 type Settings = tuple[ChannelSetting, ...]
 """One setting for each collective of an overlap."""

@@ -34,16 +34,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dhelix.errors import DhelixError
+from dhelix.profiles.channels.nccl_setting import ChannelError
 
 type Array = np.ndarray
 
 _CORNER = 4.0
 """How sharp the corner of a collective's rate is. With infinity, the rate is the minimum."""
-
-
-class ChannelError(DhelixError):
-    """An overlap, a setting or a measurement makes no sense."""
 
 
 @dataclass(frozen=True, order=True)

@@ -18,12 +18,12 @@ from scipy.optimize import least_squares
 from dhelix.profiles.channels.channel_model import (
     Array,
     Bandwidth,
-    ChannelError,
     ChannelModel,
     ChannelSetting,
     Links,
     Overlap,
 )
+from dhelix.profiles.channels.nccl_setting import ChannelError
 
 _USUAL_LINKS = Links(link=2e10, channel=4e9, half_chunk=2e5, per_chunk=1e-5, per_channel=3e-6)
 _USUAL_BANDWIDTH = Bandwidth(channel=0.02, half_chunk=5e5, limit=0.6)

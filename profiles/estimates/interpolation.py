@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dhelix.profiles.channels.nccl_setting import AS_NCCL_HAS_IT, NcclSetting
 from dhelix.profiles.estimates import roofline
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
@@ -119,7 +120,7 @@ def _octaves(key: OperatorKey) -> np.ndarray:
 class CollectiveCurves:
     """Estimates times of collectives from curves: measured times over bytes.
 
-    There is one curve for each combination of kind, mesh, number of groups and implementation.
+    There is one curve for each combination of kind, mesh, number of groups, implementation and configuration.
     """
 
     def __init__(self, times: Mapping[CollectiveKey, Timing], hardware: Hardware) -> None:
@@ -134,21 +135,30 @@ class CollectiveCurves:
 
         A time from another curve is multiplied by the ratio of the roofline's times, and it is not `near`. But inside a
         node, a curve that differs only in the number of groups counts as the own curve, because groups share no links
-        there. None if nothing was measured over the same kind of link (inside a node, or across nodes).
+        there. Curves of settings other than the key's or NCCL's own say nothing. None if nothing was measured over the
+        same kind of link (inside a node, or across nodes).
         """
         curve = _curve(key)
-        candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1)]
+        comparable = key.configuration, AS_NCCL_HAS_IT
+        candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1) and c.configuration in comparable]
         if not candidates:
             return None
         nearest = min(candidates, key=lambda c: (_distances(c, curve), c))
         there = CollectiveKey(
-            nearest.kind, key.bytes, nearest.gpus_per_node, nearest.nodes, nearest.groups, nearest.implementation
+            nearest.kind,
+            key.bytes,
+            nearest.gpus_per_node,
+            nearest.nodes,
+            nearest.groups,
+            nearest.implementation,
+            nearest.configuration,
         )
         points = self._points[nearest]
         seconds = points.seconds(there, self.hardware)
         seconds *= roofline_seconds(key, self.hardware) / roofline_seconds(there, self.hardware)
-        other_implementation, other_kind, other_mesh, other_groups = _distances(nearest, curve)
-        same = not (other_implementation or other_kind or other_mesh or (other_groups and key.nodes > 1))
+        other_implementation, other_kind, other_mesh, other_groups, configured = _distances(nearest, curve)
+        other = other_implementation or other_kind or other_mesh or configured
+        same = not (other or (other_groups and key.nodes > 1))
         return Interpolation(seconds, seconds * points.spread(key.bytes), same and points.reach(key.bytes))
 
 
@@ -161,19 +171,23 @@ class _Curve:
     nodes: int
     groups: int
     implementation: str
+    configuration: NcclSetting
 
 
 def _curve(key: CollectiveKey) -> _Curve:
-    return _Curve(key.kind, key.gpus_per_node, key.nodes, key.groups, key.implementation)
+    return _Curve(key.kind, key.gpus_per_node, key.nodes, key.groups, key.implementation, key.configuration)
 
 
-def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float]:
+def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float, bool]:
     """How different two curves are, for sorting.
 
-    The implementation counts most, then the kind of collective, then the mesh, then the number of groups.
+    The implementation counts most, then the kind of collective, then the mesh, then the number of groups, then the
+    configuration.
     """
     mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
-    return a.implementation != b.implementation, a.kind != b.kind, mesh, abs(math.log(a.groups / b.groups))
+    groups = abs(math.log(a.groups / b.groups))
+    other_configuration = a.configuration != b.configuration
+    return a.implementation != b.implementation, a.kind != b.kind, mesh, groups, other_configuration
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class StepOptions(JitOptions):
 
     schedule: Schedule = _flag("dp", "how operators are ordered on GPUs (default: dp)", choices=SCHEDULES)
     plan: str | Path | Plan | None = _flag(
-        None, "plan file of `dhelix plan` or `dhelix shard`, which replaces --schedule or --states (default: none)"
+        None, "plan file of `dhelix plan`, `shard` or `tune`: order, states and settings of collectives (default: none)"
     )
     tuning: str | Path | Plan | None = _flag(
         None, "plan file of `dhelix tune` with settings of collectives under NCCL (default: those of --plan)"

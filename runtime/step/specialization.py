@@ -149,7 +149,7 @@ class Specialization:
             if (said := self._unset()) and self._settings is None:
                 say_once(f"{self._name}: {said}", (self._label, said))
             if runs and self._settings is not None:
-                self._settings.after_call()
+                self._settings.before_call()
             return self._compiled
 
     def preview(self) -> Report:

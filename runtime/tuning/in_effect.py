@@ -3,7 +3,7 @@
     prepare(plan)                                  # at decoration: before NCCL makes its first communicator
     applied = apply("step", plan, module, job)     # after compilation: the plugin gets the program's table
     applied.said                                   # one line for the headline
-    applied.after_call()                           # at each call: says once if NCCL does not use the plugin
+    applied.before_call()                          # at each call: says once if NCCL does not use the plugin
 
 A job never depends on settings. If something is wrong in one process, all processes run on NCCL's defaults, and a line
 in the log says why. Settings of one program do not touch the collectives of others, unless these look alike.
@@ -12,11 +12,16 @@ Why all ranks choose alike: all processes wait until their GPUs are idle, meet, 
 programs, and only then load them. So no collective sees one table on one rank and another table on another rank. A
 program that only some processes of the job run has no settings: its table would also be looked into for communicators
 that these processes share with others.
+
+If a process made a communicator before it installed the plugin, NCCL never uses the plugin there. This shows only after
+a collective has run. So in a job of several processes, the first call runs on NCCL's defaults. Before the second call,
+the processes meet again, and load the tables only if NCCL uses the plugin in all of them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +43,8 @@ from dhelix.runtime.tuning.plugin import TunerError
 from dhelix.runtime.tuning.tables import table
 
 _CALLS = 20  # after so many calls, NCCL has made the communicators of the step
+_BEFORE = "NCCL made its communicators before the step was decorated, or knows no interface of the plugin"
+_SAYS = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which"
 
 _lock = threading.Lock()
 _tables: dict[tuple[str, str], str] = {}  # of the programs whose settings are in effect, by step and table
@@ -51,33 +58,66 @@ class Applied:
       step: name of the step.
       said: one line for people.
       works: whether the plugin has the program's table.
+      pending: the program's table, if the plugin gets it before the second call; else None.
     """
 
     step: str
     said: str
     works: bool
+    pending: _Pending | None = None
     _calls: int = field(default=0, repr=False)
 
-    def after_call(self) -> None:
-        """Logs once, after some calls, that NCCL does not use the plugin."""
+    def before_call(self) -> None:
+        """Loads a pending table before the second call. Logs once, after some calls, that NCCL uses no plugin.
+
+        All processes of the job must call this together.
+        """
         self._calls += 1
-        if self.works and self._calls == _CALLS and not plugin.install().counts().communicators:
+        if self.pending is not None and self._calls == 2:
+            pending, self.pending = self.pending, None
+            why = _unused(pending.job)
+            if why:
+                self._say(f"collectives run on NCCL's defaults: {why}")
+            else:
+                _put(pending.label, pending.text)
+                self.works, self.said = True, pending.said
+        elif self.works and self._calls == _CALLS and not _uses_plugin():
             self.works = False
-            self.said = (
-                "collectives run on NCCL's defaults: it does not use the plan's settings, because it made its "
-                "communicators before the step was decorated, or knows no interface of the plugin "
-                "(NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which)"
-            )
-            say_once(f"{self.step}: {self.said}", (self.step, self.said))
+            self._say(f"collectives run on NCCL's defaults: {_BEFORE} ({_SAYS})")
+
+    def _say(self, what: str) -> None:
+        self.said = what
+        say_once(f"{self.step}: {what}", (self.step, what))
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A table that all processes have agreed on, but that not all of them are known to use.
+
+    Attributes:
+      label, text: of the program and its table.
+      said: what is said once the table is loaded.
+      job: the processes that run the program.
+    """
+
+    label: str
+    text: str
+    said: str
+    job: Job | None
 
 
 def prepare(plan: Plan) -> None:
     """Builds the plugin and tells NCCL to use it, if the plan has settings. Says why, if that is impossible."""
-    if plan.tuning is not None and plan.tuning.collectives:
-        try:
-            plugin.install()
-        except TunerError as error:
-            say_once(f"collectives run on NCCL's defaults: {error}", ("tuning", str(error)))
+    if plan.tuning is None or not plan.tuning.collectives:
+        return  # without settings, the plugin must not be there: NCCL may choose otherwise beside it
+    try:
+        plugin.install()
+    except TunerError as error:
+        say_once(f"collectives run on NCCL's defaults: {error}", ("tuning", str(error)))
+        return
+    if variable := plugin.replaces_policy(os.environ):
+        what = f"{variable} has no effect beside the plan's settings: unset it, or train without them"
+        say_once(what, ("tuning", variable))
 
 
 def apply(step: str, label: str, plan: Plan, module: HloModule, job: Job | None) -> Applied:
@@ -100,16 +140,19 @@ def apply(step: str, label: str, plan: Plan, module: HloModule, job: Job | None)
         why = why or str(error) or type(error).__name__
     tables = {**_tables, (label, text): text}
     wait_for_gpus()
-    here = why, of_bytes("\n".join(tables.values()).encode()), bool(why) or plugin.install().counts().communicators > 0
+    here = why, of_bytes("\n".join(tables.values()).encode()), bool(why) or _uses_plugin()
     told = agreement.gathered(f"set the collectives of step {step!r}", json.dumps(here), job)
-    if not (why := _objection([json.loads(one) for one in told])):
-        with _lock:
-            _tables.update(tables)
-            restore()
-        return Applied(step, _said(plan, count, of), works=True)
-    said = f"collectives run on NCCL's defaults: {why}"
-    say_once(f"{step}: {said}", (label, said))
-    return Applied(step, said, works=False)
+    each = [json.loads(one) for one in told]
+    if why := _objection(each):
+        said = f"collectives run on NCCL's defaults: {why}"
+        say_once(f"{step}: {said}", (label, said))
+        return Applied(step, said, works=False)
+    said = _said(plan, count, of)
+    if len(each) > 1 and not all(uses for *_, uses in each):
+        later = f"{said}; in effect from the second call on, if all processes of the job use the plugin"
+        return Applied(step, later, works=False, pending=_Pending(label, text, said, job))
+    _put(label, text)
+    return Applied(step, said, works=True)
 
 
 def unset(tuning: str | Path | Plan | None, runs_plain: bool, on_gpus: bool) -> str:
@@ -132,6 +175,32 @@ def restore() -> None:
     plugin.install().load("\n".join(_tables.values()))
 
 
+def _put(label: str, text: str) -> None:
+    with _lock:
+        _tables[label, text] = text
+        restore()
+
+
+def _uses_plugin() -> bool:
+    """Whether NCCL is known to use the plugin in this process."""
+    try:
+        return plugin.install().counts().communicators > 0
+    except TunerError:
+        return False
+
+
+def _unused(job: Job | None) -> str:
+    """Which process does not use the plugin after a call, and why; "" if all do. Waits for the GPUs."""
+    wait_for_gpus()
+    told = agreement.gathered("see whether NCCL uses the plugin in all processes", json.dumps(_uses_plugin()), job)
+    without = [n for n, text in enumerate(told) if not json.loads(text)]
+    if not without:
+        return ""
+    if len(without) == len(told):
+        return f"{_BEFORE} ({_SAYS})"
+    return f"in process {without[0]} of {len(told)}, {_BEFORE}; so no process uses the settings"
+
+
 def _partial(job: Job | None) -> str:
     """Why a program of these processes has no settings; "" if all processes run it."""
     everyone = rendezvous.everyone()
@@ -146,13 +215,11 @@ def _objection(told: Sequence[tuple[str, str, bool]]) -> str:
     Args:
       told: by each process: its own objection, the digest of its tables, and whether NCCL is known to use the plugin.
     """
-    whys, digests, uses = zip(*told, strict=True)
+    whys, digests, _ = zip(*told, strict=True)
     if why := next(filter(None, whys), ""):
         return why
     if len(set(digests)) > 1:
         return "the processes would set them differently"
-    if len(set(uses)) > 1:
-        return "NCCL made its first communicators with the plugin in some processes, and before it in others"
     return ""
 
 

@@ -50,7 +50,7 @@ typedef struct {
 } Table;
 
 typedef struct {
-    size_t ranks, number; /* number: communicators count from 0, in the order in which NCCL makes them */
+    size_t ranks, nodes, number; /* number: communicators count from 0, in the order in which NCCL makes them */
     unsigned long table;
     size_t sequence, place; /* of the question that comes next; the sequence is NOWHERE if nothing is known */
     int functions[REMEMBERED];
@@ -128,10 +128,11 @@ static const Call *follow(Communicator *c, int function, size_t bytes) {
 
 /* ---- What NCCL calls ---- */
 
-static int begin(void **context, size_t ranks) {
+static int begin(void **context, size_t ranks, size_t nodes) {
     Communicator *c = calloc(1, sizeof *c);
     if (!c) return TUNER_SYSTEM_ERROR;
     c->ranks = ranks;
+    c->nodes = nodes;
     c->sequence = NOWHERE;
     pthread_mutex_lock(&notes);
     c->number = communicators++;
@@ -149,6 +150,21 @@ static void note(const Communicator *c, int function, size_t bytes, int is_match
     if (question_count < question_room)
         questions[question_count++] = (Question){c->number, c->ranks, bytes, function, is_matched};
     pthread_mutex_unlock(&notes);
+}
+
+/* The algorithm that NCCL will choose by these costs: the least one that is not negative. -1 if there is none. */
+static int cheapest(const float *costs, int algorithms, int protocols) {
+    int least = -1;
+    for (int n = 0; n < algorithms * protocols; n++)
+        if (costs[n] >= 0.0f && (least < 0 || costs[n] < costs[least])) least = n;
+    return least < 0 ? -1 : least / protocols;
+}
+
+/* Whether NCCL takes a tuner's channels as they are. It cuts those of rings and trees to what the communicator has. Of
+ * collectives that the network reduces or multicasts it does not, and more channels than there are would be out of
+ * bounds. The interface does not tell how many there are, so NCCL's own number stays. */
+static int takes_channels_uncut(const Communicator *c, int algorithm) {
+    return algorithm == COLLNET_DIRECT || algorithm == COLLNET_CHAIN || (algorithm == NVLS && c->nodes > 1);
 }
 
 static int ask(void *context, int function, size_t bytes, int pipelined, float **costs, int algorithms, int protocols,
@@ -169,6 +185,7 @@ static int ask(void *context, int function, size_t bytes, int pipelined, float *
         is_possible = cost && *cost != NOT_POSSIBLE;
         if (is_possible) *cost = 0.0f;
     }
+    if (call.channels && takes_channels_uncut(c, cheapest((float *)costs, algorithms, protocols))) call.channels = 0;
     if (call.channels && is_possible) *channels = call.channels;
     c->chunks[function] = is_possible ? call.chunk : 0;
     int is_set = call.algorithm >= 0 || call.channels || call.chunk;
@@ -190,14 +207,14 @@ static int end(void *context) {
 }
 
 static int begin_v3(size_t ranks, size_t nodes, tuner_log log, void **context) {
-    (void)nodes, (void)log;
-    return begin(context, ranks);
+    (void)log;
+    return begin(context, ranks, nodes);
 }
 
 static int begin_v5(void **context, uint64_t communicator, size_t ranks, size_t nodes, tuner_log log, void *domains,
                     void *constants) {
-    (void)communicator, (void)nodes, (void)log, (void)domains, (void)constants;
-    return begin(context, ranks);
+    (void)communicator, (void)log, (void)domains, (void)constants;
+    return begin(context, ranks, nodes);
 }
 
 static int ask_v3(void *context, int function, size_t bytes, int pipelined, float **costs, int algorithms,

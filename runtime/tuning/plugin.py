@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +27,10 @@ from dhelix.errors import DhelixError
 VARIABLE = "NCCL_TUNER_PLUGIN"
 FUNCTIONS = ("collective-broadcast", "reduce", "all-gather", "reduce-scatter", "all-reduce")
 """Kinds of collectives by the number that NCCL gives them."""
+
+_POLICY = "NCCL_CTA_POLICY"
+_CHOSEN = ("NCCL_ALGO", "NCCL_PROTO")
+"""With these, NCCL does not choose by its policy."""
 
 _FOLDER = Path("~/.cache/dhelix/nccl_tuner")
 _SOURCES = ("nccl_tuner.c", "tuner_abi.h")
@@ -141,6 +145,18 @@ def install() -> Plugin:
         raise TunerError(f"{VARIABLE}={other} is another plugin; unset it, so that NCCL uses dhelix's settings")
     os.environ[VARIABLE] = str(plugin.path)
     return plugin
+
+
+def replaces_policy(environment: Mapping[str, str]) -> str:
+    """The variable whose effect any tuner plugin takes away, with its value; "" if there is none.
+
+    With NCCL_CTA_POLICY=1 (EFFICIENCY), NCCL runs all-gathers and reduce-scatters of registered buffers by NVLS, with
+    few channels. It decides this only if there is no tuner plugin at all, whatever the plugin answers (getAlgoInfo in
+    enqueue.cc, NCCL 2.27 to 2.30). Other policies do not depend on a plugin.
+    """
+    policy = environment.get(_POLICY, "")
+    chooses = {"1", "EFFICIENCY"} & set(policy.upper().split("|")) and "ZERO" not in policy.upper()
+    return f"{_POLICY}={policy}" if chooses and not any(environment.get(one) for one in _CHOSEN) else ""
 
 
 @functools.cache

@@ -12,22 +12,26 @@
 What each collective would choose for itself (as AutoCCL tunes) follows from step 3 without further measurements. The
 caller measures the candidates against each other, because a body's time in a trace is not the time of the step.
 
+If the step was ordered anew after a tuning, `run_from` goes on with the settings that were found. It leaves out steps 2
+and 3, and searches only the bodies whose order has changed.
+
 Cost: 1 + kinds + channels x chunks measurements of the step, then those of the longest search of a body.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dhelix.passes.plans.tuned_collectives import Identity
-from dhelix.passes.tuning.collective_settings import NcclSetting
 from dhelix.passes.tuning.guided_search import tune
 from dhelix.passes.tuning.measurements import LimitReached, Measurements, Run
 from dhelix.passes.tuning.space import Settings, Space
 from dhelix.profiles.channels.channel_model import ChannelSetting
 from dhelix.profiles.channels.model_fit import MeasuredTimes
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.tuning import rounds
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
 
@@ -38,6 +42,7 @@ type StepTimes = Mapping[str, BodyTimes]
 """Times of the bodies by fingerprint."""
 
 DEFAULTS, UNIFORM, ALONE, TUNED = "NCCL's defaults", "one setting for all", "each alone", "dhelix"
+BEFORE = "dhelix, before the new order"
 KINDS = (("ring", "simple"), ("ring", "ll128"), ("ring", "ll"), ("tree", "simple"))
 """Algorithms and protocols that step 2 tries. NCCL leaves out those that a communicator cannot run."""
 
@@ -86,6 +91,9 @@ class StepSearch:
         self._best: dict[str, tuple[float, Settings | None]] = {
             name: (body.default.whole, None) for name, body in self._bodies.items()
         }
+        self._searched: Collection[str] = self._bodies
+        self._kept: StepSettings = {}  # of bodies that are not searched
+        self._starts: dict[str, MeasuredTimes] = {}  # what is known of bodies whose search goes on from settings
         self._count, self._stopped = 0, ""
 
     def run(self) -> Found:
@@ -99,6 +107,33 @@ class StepSearch:
             candidates |= {UNIFORM: self._of_all(self._best_single()), ALONE: self._alone()}
         candidates[TUNED] = self._tuned()
         return Found(candidates, self._maps, self._chosen, self._count, self._stopped)
+
+    def run_from(self, start: StepSettings, changed: Collection[str]) -> Found:
+        """Goes on from settings that were found for another order of the step.
+
+        Args:
+          start: the settings.
+          changed: fingerprints of the bodies whose order has changed. Others keep their settings.
+        """
+        self._searched = [name for name in self._bodies if name in changed]
+        moved = {identity for name in self._searched for identity in self._bodies[name].collectives}
+        self._kept = {identity: setting for identity, setting in start.items() if identity not in moved}
+        with contextlib.suppress(LimitReached):
+            self._told("the settings found so far, in the new order")
+            times = self._measure(start)
+            for name in self._searched:
+                self._start_from(
+                    name, [start.get(i, NcclSetting()) for i in self._bodies[name].collectives], times[name]
+                )
+            self._search_bodies()
+        return Found({DEFAULTS: {}, BEFORE: start, TUNED: self._tuned()}, {}, self._chosen, self._count, self._stopped)
+
+    def _start_from(self, name: str, known: Sequence[NcclSetting], times: BodyTimes) -> None:
+        self._chosen[name], self._as_chosen[name] = (known[0].algorithm, known[0].protocol), math.inf
+        if all(one.channels for one in known):
+            settings = tuple(ChannelSetting(one.channels, one.chunk or self._space.chunks[-1]) for one in known)
+            self._starts[name] = _as_measured(settings, times)
+            self._better(name, times.whole, settings)
 
     def _choose_kinds(self) -> None:
         fastest = {name: body.default for name, body in self._bodies.items()}
@@ -125,12 +160,12 @@ class StepSearch:
 
     def _search_bodies(self) -> None:
         """Step 4. A search that is stopped ends with its best, so nothing that was measured is lost."""
-        if not self._bodies:
+        if not self._searched:
             return
 
         def measure(asked: Mapping[str, Settings]) -> Mapping[str, BodyTimes]:
-            self._told(f"settings of their own: {len(asked)} of {len(self._bodies)} searches go on")
-            settings: dict[Identity, NcclSetting] = {}
+            self._told(f"settings of their own: {len(asked)} of {len(self._searched)} searches go on")
+            settings = dict(self._kept)
             for name in self._bodies:
                 chosen = asked.get(name) or self._best[name][1]
                 settings |= {} if chosen is None else self._of(name, chosen)
@@ -139,7 +174,7 @@ class StepSearch:
                 self._better(name, times[name].whole, chosen)
             return {name: times[name] for name in asked}
 
-        rounds.run({name: self._search(body) for name, body in self._bodies.items()}, measure)
+        rounds.run({name: self._search(self._bodies[name]) for name in self._searched}, measure)
 
     def _search(self, body: Body) -> Callable[[Callable[[Settings], BodyTimes]], MeasuredTimes]:
         def search(ask: Callable[[Settings], BodyTimes]) -> MeasuredTimes:
@@ -151,7 +186,10 @@ class StepSearch:
             measurements = Measurements(measured, self._noise)
             for setting, times in self._maps[body.fingerprint].items():
                 measurements.add(_as_measured((setting,) * len(body.collectives), times))
-            return tune(measurements, body.overlap, self._space)
+            start = self._starts.get(body.fingerprint)
+            if start is not None:
+                measurements.add(start)
+            return tune(measurements, body.overlap, self._space, start and start.settings)
 
         return search
 
@@ -188,8 +226,9 @@ class StepSearch:
         return found
 
     def _tuned(self) -> StepSettings:
-        found: dict[Identity, NcclSetting] = {}
-        for name, (whole, settings) in self._best.items():
+        found = dict(self._kept)
+        for name in self._searched:
+            whole, settings = self._best[name]
             needed = min(self._bodies[name].default.whole * (1.0 - self._noise), self._as_chosen[name])
             if settings is not None and whole < needed:
                 found |= self._of(name, settings)

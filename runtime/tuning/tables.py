@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.tuning.collective_settings import ALGORITHMS, PROTOCOLS, NcclSetting
 from dhelix.passes.tuning.launch_order import Question, sequences
+from dhelix.profiles.channels.nccl_setting import ALGORITHMS, PROTOCOLS, NcclSetting
 from dhelix.runtime.tuning.plugin import FUNCTIONS
 
 _NCCLS = NcclSetting()

@@ -12,6 +12,7 @@ a copy of the arguments. All processes of a job run the same trials, and get the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -27,6 +28,7 @@ from dhelix.passes.framework.fingerprint import module_fingerprint, of_bytes
 from dhelix.passes.plans.plan import PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
 from dhelix.passes.tuning.launch_order import sequences
+from dhelix.runtime.compiler import memory_need
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement
 from dhelix.runtime.processes.launch_settings import NO_GRAPHS
@@ -34,7 +36,7 @@ from dhelix.runtime.profiling.in_process import copies
 from dhelix.runtime.profiling.traces import executions
 from dhelix.runtime.tuning import in_effect, plugin
 from dhelix.runtime.tuning.bodies import Body, Trace, bodies_of, times_of
-from dhelix.runtime.tuning.plugin import TunerError
+from dhelix.runtime.tuning.plugin import Asked, TunerError
 from dhelix.runtime.tuning.step_search import StepSettings, StepTimes
 from dhelix.runtime.tuning.tables import table
 
@@ -47,6 +49,7 @@ class StepTrials:
 
     Attributes:
       module: the scheduled program.
+      asked: what NCCL asked in the first step.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class StepTrials:
           arguments: the first ones, without static ones. They stay, because a step that donates gets a copy.
           target: the machine, whose names of collectives plans use.
           use_up: whether arguments may be used up, if the step donates them.
+
+        Raises:
+          TunerError: NCCL does not use the plugin. As after any error, the process has its settings again.
         """
         self._plugin = plugin.install()
         self._compiled = lowered.compile(dict(NO_GRAPHS))
@@ -70,6 +76,16 @@ class StepTrials:
         self._chains: bool | None = None
         self._use_up = use_up
         self._loaded: str | None = None
+        self.asked: Sequence[Asked] = ()
+        try:
+            self._run_once()
+        except BaseException:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the GPUs may have failed; the first error counts
+                self.end()
+            raise
+
+    def _run_once(self) -> None:
+        """Runs the step with NCCL's defaults, and keeps what NCCL asks. Raises TunerError if it does not ask."""
         self._set({})
         self._plugin.record(_ROOM)
         self._step()
@@ -80,6 +96,16 @@ class StepTrials:
                 "NCCL does not use the tuner plugin: it made its communicators before, or knows no interface of it; "
                 "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING says which"
             )
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the next step. If a step donates them, they take the place of those that were given."""
+        return self._arguments
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the step needs on a GPU by the compiler's count, arguments included."""
+        return memory_need.of_compiled(self._compiled).total
 
     @property
     def key(self) -> str:
@@ -133,6 +159,7 @@ class StepTrials:
 
     def end(self) -> None:
         """Gives NCCL back the settings that other steps of this process have."""
+        self._plugin.record(0)
         in_effect.wait_for_gpus()
         in_effect.restore()
 

@@ -2,12 +2,13 @@
 
     tuned = dhelix.tune(train_step, state, batch, out="tuned.json")
     print(tuned)                                           # times of a step by who chose the settings
-    step = strand_interleave(train_step, tuning="tuned.json")
+    step = strand_interleave(train_step, plan="tuned.json")
 
     1  compile the step and run it             NCCL must ask in the program's launch order
     2  trace it with NCCL's defaults, twice    overlaps, their times, and the noise
     3  search                                  `step_search.py`
     4  measure the candidates by turns         without the profiler; NCCL's defaults stay unless another one is faster
+    5  order the step for the new times        and tune again, as long as this gains (`reordering.py`)
 
 The settings are for this program, this number of GPUs, this launch setting and this version of NCCL. Steps run during
 tuning, on copies: the arguments stay, and take memory beside them.
@@ -15,14 +16,15 @@ tuning, on copies: the arguments stay, and take memory beside them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,13 +32,13 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes.framework.fingerprint import of_bytes
-from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.passes.tuning.space import Space
 from dhelix.profiles.channels.channel_model import ChannelSetting
+from dhelix.profiles.channels.model_fit import MeasuredTimes, fit
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.processes import agreement
@@ -48,9 +50,12 @@ from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 from dhelix.runtime.tuning import plugin
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
+from dhelix.runtime.tuning.plugin import TunerError
 from dhelix.runtime.tuning.records import Records, digest, read
+from dhelix.runtime.tuning.reordering import Reordering, repeated
 from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, Found, StepSearch, StepSettings, StepTimes, failed
 from dhelix.runtime.tuning.trials import StepTrials
+from dhelix.runtime.tuning.tuned import Start, Tuned
 
 CHANNELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CHUNKS = tuple(1 << n for n in range(16, 23))
@@ -62,42 +67,8 @@ _NO_MATTER = ("NCCL_DEBUG", "NCCL_TUNER_PLUGIN")
 """Variables that change no time."""
 
 _ROUNDS = 5
+_MOST_SLOWS = 4.0
 _LEAST_NOISE, _MOST_NOISE = 0.003, 0.03
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The result of tuning one step under one launch setting.
-
-    Attributes:
-      plan: the plan that was given, or an empty one, with the tuning section.
-      seconds: of a step, by who chose the settings.
-      bodies: the overlaps that were tuned.
-      found: what the search found.
-      noise: relative noise of a body's time.
-      spent: seconds that tuning took, compilation included.
-      notes: what people should know.
-    """
-
-    plan: Plan
-    seconds: Mapping[str, float]
-    bodies: tuple[Body, ...]
-    found: Found
-    noise: float
-    spent: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def gain(self) -> float:
-        """How many times faster a step is than with NCCL's defaults."""
-        return self.seconds[DEFAULTS] / min(self.seconds.values())
-
-    def __str__(self) -> str:
-        lines = [f"{name}: {milliseconds(seconds)} a step" for name, seconds in self.seconds.items()]
-        tuning = self.plan.tuning
-        assert tuning is not None
-        what = f"{len(tuning.collectives)} collectives have settings" if tuning.collectives else "nothing gains"
-        return "\n".join([f"{what}: {self.gain:.3f} x NCCL's defaults", *lines, *self.notes])
 
 
 def tune(
@@ -106,8 +77,10 @@ def tune(
     out: str | Path | None = None,
     plan: str | Path | Plan | None = None,
     minutes: float = 10.0,
+    order: bool = True,
     records: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
+    measured: Callable[[], None] | None = None,
     name: str | None = None,
     use_up: bool = False,
 ) -> Tuned:
@@ -120,8 +93,10 @@ def tune(
       out: plan file to write; None writes none.
       plan: a plan of the step, to which the settings are added. The step must be decorated with it.
       minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured.
+      order: whether the step may be ordered anew for the tuned collectives.
       records: file of measurements. A call that was interrupted goes on from there.
       progress: called with a line on what comes next.
+      measured: called after each measurement. Models are fitted then, which takes time, but not on the GPUs.
       name: of the program, for the plan; default: the name of the step.
       use_up: whether donated arguments may be used up. Then there is one state, as in training.
 
@@ -130,7 +105,8 @@ def tune(
         arrays.
     """
     start = time.monotonic()
-    told = progress or (lambda _: None)
+    deadline = start + 60.0 * minutes
+    told, ended = progress or (lambda _: None), measured or (lambda: None)
     decorated = step if isinstance(step, InterleavedStep) else interleaved(step, StepOptions())
     if jax.default_backend() != "gpu":
         raise DhelixError(f"tuning needs GPUs, but this process runs on {jax.default_backend()}; see `nvidia-smi`")
@@ -146,13 +122,57 @@ def tune(
         raise DhelixError(f"{decorated.__name__} runs on one device, which has no collectives to tune")
     static, _ = decorated.static_positions(arguments)
     given = tuple(one for n, one in enumerate(arguments) if n not in static)
-    trials = StepTrials(lowered, given, base.target, use_up)
-    return Tuning(trials, base, told, start, minutes).run(out, None if records is None else Path(records))
+    kept = None if records is None else Path(records)
+    last = [StepTrials(lowered, given, base.target, use_up)]
+    first = Tuning(last[0], base, told, start, minutes, ended).run(out, kept)
+    if not order or not first.settings:
+        return first
+    reordering = Reordering(decorated, arguments, first.plan, told)
+
+    def again(new: Plan, best: Tuned, moved: Collection[str]) -> Tuned:
+        values = iter(last[0].arguments)
+        whole = [one if n in static else next(values) for n, one in enumerate(arguments)]
+        ordered = reordering.step(new)
+        made = StepTrials(ordered.lower(*whole), last[0].arguments, base.target, use_up)
+        last[0] = made  # frees the program before
+        try:
+            reordering.check(ordered)
+        except DhelixError:
+            made.end()
+            raise
+        limit = agreement.largest("compare memory", max(made.memory, new.order.memory_limit))
+        new = replace(new, order=replace(new.order, memory_limit=limit))
+        tuning = Tuning(made, new, told, time.monotonic(), (deadline - time.monotonic()) / 60.0, ended)
+        return tuning.run(None, kept, Start(best.settings, moved, best.alone))
+
+    tuned = repeated(first, reordering.ordered, again, lambda: _late(deadline), told)
+    save(tuned.plan, out)
+    return replace(tuned, spent=time.monotonic() - start)
 
 
 def prepare() -> None:
-    """Tells NCCL to use the plugin. Call it before any collective runs. Raises TunerError if there is no plugin."""
+    """Tells NCCL to use the plugin. Call it before any collective runs.
+
+    Raises:
+      TunerError: there is no plugin, or NCCL's defaults would not be those that it has without one.
+    """
+    if variable := plugin.replaces_policy(os.environ):
+        raise TunerError(
+            f"{variable} has no effect beside a tuner plugin, so nothing can be compared with NCCL's own choice: unset "
+            "it to tune, or train without settings"
+        )
     plugin.install()
+
+
+def save(plan: Plan, out: str | Path | None) -> None:
+    """Writes a plan in the first process, if `out` is a path. All processes call this together."""
+    if out is not None:
+        agreement.together("write the plan", lambda: plan_files.save(plan, out), (DhelixError,))
+
+
+def _late(deadline: float) -> bool:
+    """Whether the time is over, by the clock of any process."""
+    return bool(agreement.largest("compare clocks", int(time.monotonic() > deadline)))
 
 
 class Trials(Protocol):
@@ -180,18 +200,20 @@ class Tuning:
         told: Callable[[str], None],
         start: float,
         minutes: float,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._trials, self._base = trials, base
+        self._ended = ended
         self._told, self._start, self._deadline = told, start, start + 60.0 * minutes
         self._notes: list[str] = []
 
-    def run(self, out: str | Path | None, records: Path | None) -> Tuned:
+    def run(self, out: str | Path | None, records: Path | None, start: Start | None = None) -> Tuned:
         try:
-            return self._run(out, records)
+            return self._run(out, records, start)
         finally:
             self._trials.end()
 
-    def _run(self, out: str | Path | None, records: Path | None) -> Tuned:
+    def _run(self, out: str | Path | None, records: Path | None, start: Start | None) -> Tuned:
         if surprise := next(filter(None, agreement.gathered("compare what NCCL asked", self._trials.surprise)), ""):
             raise DhelixError(
                 f"NCCL does not ask about collectives in the program's launch order: {surprise}; so settings would "
@@ -206,8 +228,10 @@ class Tuning:
             self._told("traces the step again, for the noise")
             noise = _noise(bodies, self._trials.times(bodies, {}))
         # Step 3.
+        measure = self._measure(bodies, records)
         if bodies:
-            found = StepSearch(bodies, self._measure(bodies, records), _space(), noise, self._told).run()
+            search = StepSearch(bodies, measure, _space(), noise, self._told)
+            found = search.run() if start is None else search.run_from(start.settings, start.moved)
         else:
             why = "it asks a plugin about no collective that takes time" if searches else ""
             found = Found({DEFAULTS: {}}, {}, {}, 0, why)
@@ -215,11 +239,15 @@ class Tuning:
             self._notes.append(f"NCCL's defaults stay where nothing was tried: {found.stopped}")
         # Step 4.
         seconds, chance = self._compare(found.candidates)
-        plan = replace(self._base, tuning=self._section(seconds, found.candidates, chance))
-        if out is not None:
-            agreement.together("write the plan", lambda: plan_files.save(plan, out), (DhelixError,))
+        self._ended()
+        best = _fastest(seconds, found.candidates, chance)
+        alone = {body.fingerprint: _alone(body, found.maps.get(body.fingerprint, {})) for body in bodies}
+        alone |= {} if start is None else start.alone
+        rows = self._rows(found.candidates[best], bodies, measure, alone, noise)
+        plan = replace(self._base, tuning=self._section(rows, seconds[DEFAULTS], seconds[best]))
+        save(plan, out)
         spent = time.monotonic() - self._start
-        return Tuned(plan, seconds, bodies, found, noise, spent, tuple(self._notes))
+        return Tuned(plan, seconds, bodies, found, noise, spent, tuple(self._notes), chance, alone)
 
     def _measure(self, bodies: Sequence[Body], path: Path | None) -> Callable[[StepSettings], StepTimes]:
         target = self._base.target
@@ -231,20 +259,25 @@ class Tuning:
         program, text = json.loads(agreement.gathered("compare records", own)[0])
         known = Records(path if jax.process_index() == 0 else None, program, text)
 
-        def measure(settings: StepSettings) -> StepTimes:
+        def measured(settings: StepSettings) -> StepTimes:
             times = known.find(settings)
             if times is not None and _are_of(bodies, times):
                 return times
             if why := known.failed.get(digest(settings)):
                 self._notes.append(f"settings that failed count as slow: {why}")
                 return failed(bodies)
-            late = agreement.largest("compare clocks", int(time.monotonic() > self._deadline))
-            if late:
+            if _late(self._deadline):
                 raise LimitReached(f"{(self._deadline - self._start) / 60.0:g} minutes have passed")
             agreement.together("begin a measurement", lambda: known.begin(settings), (DhelixError,))
-            measured = self._trials.times(bodies, settings)
-            agreement.together("keep a measurement", lambda: known.end(settings, measured), (DhelixError,))
-            return measured
+            times = self._trials.times(bodies, settings)
+            agreement.together("keep a measurement", lambda: known.end(settings, times), (DhelixError,))
+            return times
+
+        def measure(settings: StepSettings) -> StepTimes:
+            try:
+                return measured(settings)
+            finally:
+                self._ended()
 
         return measure
 
@@ -264,20 +297,67 @@ class Tuning:
         spread = statistics.stdev(times[digest(candidates[DEFAULTS])]) / found[DEFAULTS]
         return found, min(max(2.5 * spread / math.sqrt(_ROUNDS), _LEAST_NOISE), _MOST_NOISE)
 
-    def _section(
-        self, seconds: Mapping[str, float], candidates: Mapping[str, StepSettings], chance: float
-    ) -> CollectiveSettings:
-        """The settings of the fastest candidate; none if it is not faster than NCCL's defaults by more than chance.
+    def _rows(
+        self,
+        chosen: StepSettings,
+        bodies: Sequence[Body],
+        measure: Callable[[StepSettings], StepTimes],
+        alone: Mapping[str, float],
+        noise: float,
+    ) -> tuple[TunedCollective, ...]:
+        """The chosen settings, with the times of each collective in the step."""
+        times: StepTimes = {}
+        if chosen:
+            self._told("the times under the chosen settings")
+            with contextlib.suppress(LimitReached):  # then the plan has no times, and the order stays
+                times = measure(chosen)
+        rows = {identity: TunedCollective(*identity, setting) for identity, setting in chosen.items()}
+        for body in (body for body in bodies if body.fingerprint in times):
+            found, slows = times[body.fingerprint], _slows(body, times[body.fingerprint], alone, noise)
+            for identity, own, default in zip(
+                body.collectives, found.collectives, body.default.collectives, strict=True
+            ):
+                if identity in rows:
+                    rows[identity] = replace(rows[identity], us=_us(own), default_us=_us(default), slows=slows)
+        return tuple(rows[identity] for identity in sorted(rows))
 
-        Of candidates that are equally fast, the one that needs the fewest settings counts.
-        """
-        least = min(seconds.values())
-        as_fast = [name for name in candidates if seconds[name] <= least * (1.0 + chance)]
-        best = DEFAULTS if DEFAULTS in as_fast else TUNED if TUNED in as_fast else as_fast[0]
-        rows = tuple(TunedCollective(*identity, setting) for identity, setting in sorted(candidates[best].items()))
+    def _section(self, rows: tuple[TunedCollective, ...], default: float, tuned: float) -> CollectiveSettings:
         version = ".".join(nccl_version().split(".")[:2])
-        default, tuned = (round(1e6 * seconds[name], 1) for name in (DEFAULTS, best))
-        return CollectiveSettings(version, self._trials.devices, rows, default, tuned)
+        return CollectiveSettings(version, self._trials.devices, rows, _us(default), _us(tuned))
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, as precise as in a plan's file."""
+    return float(f"{1e6 * seconds:.6g}")
+
+
+def _fastest(seconds: Mapping[str, float], candidates: Mapping[str, StepSettings], chance: float) -> str:
+    """The fastest candidate; NCCL's defaults if nothing is faster than these by more than chance.
+
+    Of candidates that are equally fast, the one that needs the fewest settings counts.
+    """
+    least = min(seconds.values())
+    as_fast = [name for name in candidates if seconds[name] <= least * (1.0 + chance)]
+    return DEFAULTS if DEFAULTS in as_fast else TUNED if TUNED in as_fast else as_fast[0]
+
+
+def _alone(body: Body, known: Mapping[ChannelSetting, BodyTimes]) -> float:
+    """Seconds that a body computes without collectives, by the channel model; 0 if it was not measured."""
+    if not known:
+        return 0.0
+    measured = [
+        MeasuredTimes((setting,) * len(body.collectives), times.collectives, times.computations)
+        for setting, times in known.items()
+    ]
+    return sum(fit(body.overlap, measured).alone)
+
+
+def _slows(body: Body, found: BodyTimes, alone: Mapping[str, float], noise: float) -> float:
+    """What computation loses beside its collectives, as a multiple of what it loses under NCCL's defaults."""
+    least, default, now = alone.get(body.fingerprint, 0.0), sum(body.default.computations), sum(found.computations)
+    if not 0.0 < least < default * (1.0 - noise):
+        return 1.0
+    return round(min(max((now - least) / (default - least), 0.0), _MOST_SLOWS), 3)
 
 
 def _base(plan: str | Path | Plan | None, step: InterleavedStep, name: str) -> Plan:
@@ -316,42 +396,3 @@ def _noise(bodies: Sequence[Body], again: StepTimes) -> float:
     shares = [body.runs * body.default.whole for body in bodies]
     mean = sum(d * s for d, s in zip(differences, shares, strict=True)) / sum(shares)
     return min(max(mean, _LEAST_NOISE), _MOST_NOISE)
-
-
-def as_json(tuned: Tuned) -> dict[str, Any]:
-    """All results as JSON values, times in seconds."""
-
-    def rows(each: Mapping[ChannelSetting, BodyTimes]) -> list[dict[str, Any]]:
-        return [
-            {
-                "channels": setting.channels,
-                "chunk": setting.chunk,
-                "communication": sum(times.collectives),
-                "computation": sum(times.computations),
-                "whole": times.whole,
-            }
-            for setting, times in each.items()
-        ]
-
-    assert tuned.plan.tuning is not None
-    return {
-        "seconds": dict(tuned.seconds),
-        "gain": tuned.gain,
-        "noise": tuned.noise,
-        "measured": tuned.found.measured,
-        "spent": tuned.spent,
-        "notes": list(tuned.notes),
-        "bodies": [
-            {
-                "body": body.fingerprint,
-                "name": body.name,
-                "runs": body.runs,
-                "kind": " ".join(tuned.found.kinds[body.fingerprint]).strip(),
-                "collectives": [list(identity) for identity in body.collectives],
-                "default": json.loads(json.dumps(vars(body.default))),
-                "map": rows(tuned.found.maps[body.fingerprint]),
-            }
-            for body in tuned.bodies
-        ],
-        "tuning": tuned.plan.tuning.as_json(),
-    }

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import keys
+from dhelix.profiles.channels import nccl_setting
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 
 GEMM = OperatorKey("gemm", "bf16,bf16->bf16:nt:cublaslt", (8192, 4096, 1536), flops=1e11, bytes=92_274_688)
@@ -24,6 +28,15 @@ collectives = st.builds(
     st.integers(1, 1024),
     st.integers(1, 64),
     st.sampled_from(keys.IMPLEMENTATIONS),
+    st.builds(
+        lambda kind, channels, chunk: NcclSetting(kind[0], kind[1], channels, chunk),
+        st.one_of(
+            st.just(("", "")),
+            st.tuples(st.sampled_from(nccl_setting.ALGORITHMS), st.sampled_from(nccl_setting.PROTOCOLS)),
+        ),
+        st.integers(0, nccl_setting.MOST_CHANNELS),
+        st.just(0) | st.integers(nccl_setting.LEAST_CHUNK, 1 << 24),
+    ),
 )
 
 
@@ -47,6 +60,11 @@ def test_a_pair_knows_which_side_was_launched_first() -> None:
     assert PairKey(GEMM, GATHER) != PairKey(GATHER, GEMM)
 
 
+def test_a_configured_collective_has_a_key_of_its_own() -> None:
+    configured = replace(GATHER, configuration=NcclSetting("ring", "simple", 4))
+    assert str(configured) == "all-gather 67108864B 4x1 groups=1 nccl ring/simple channels=4" and configured != GATHER
+
+
 def test_groups_span_nodes() -> None:
     assert CollectiveKey("all-reduce", 1, 2, nodes=2).group_size == 4
 
@@ -58,6 +76,8 @@ def test_groups_span_nodes() -> None:
         "gemm",
         "gemm nt",
         "softmax bf16 8x8",
+        "all-gather 67108864B 4x1 groups=1 nccl fast",
+        "all-gather 67108864B 4x1 groups=1 nccl channels=1000",
         "gemm bf16 8x",
         "gemm bf16 8x8 ",
         "all-gather 12 4x1 groups=1 nccl",

@@ -15,9 +15,12 @@ from dhelix.launch import cli
 from dhelix.launch.profile import workers
 from dhelix.launch.tune import processes
 from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.launch.tune.tables import Row, drawn
+from dhelix.launch.tune.worker import COMPILES, patience
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 
 WORKER = """
 import json, os, sys, time
@@ -38,8 +41,11 @@ if mode and not failed:
         records.write_text(json.dumps({"program": "p", "settings": "s", "began": True}) + "\\n")
     tell(what="all collectives ring ll", patience=1)
     if mode == "hang": time.sleep(60)
+    if mode == "fits":
+        tell(patience=60)
+        time.sleep(1.5)
     if mode == "refused": tell(error="ncclInternalError", crashed=True); sys.exit(1)
-    sys.exit("Fatal: the card is on fire")
+    if mode != "fits": sys.exit("Fatal: the card is on fire")
 faster = {"NCCL_BUFFSIZE=262144": 0.9, "NCCL_MIN_NCHANNELS=16": 0.95}
 default = 0.1
 for name, value in seen.items(): default *= faster.get(f"{name}={value}", 1.0)
@@ -58,6 +64,7 @@ body = {"body": "0" * 16, "name": "both strands: 4 collectives", "runs": 12, "ki
         "collectives": [["0" * 16, key, 1]], "default": {"collectives": [0.01], "computations": [0.02], "whole": 0.024},
         "map": maps}
 tell(finished={"seconds": seconds, "gain": 1 / 0.95, "noise": 0.003, "measured": 31 if tunes else 0, "spent": 12.0,
+               "iterations": ["round 1: the step's order, 31 measurements, 95.0 ms a step"] if tunes else [],
                "notes": ["settings that failed count as slow: one"] if failed else [],
                "bodies": [body] if tunes else [], "tuning": section})
 """
@@ -111,6 +118,13 @@ def test_the_processes_that_measure_look_for_gpus(tmp_path: Path, monkeypatch: p
     assert all("JAX_PLATFORMS" not in run["environment"] for run in seen(tmp_path))
 
 
+def test_what_each_round_gained_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_tune(tmp_path, "--noprocess", "--noorder", "--out", tmp_path / "plan.json") == 0
+    text = capsys.readouterr().out
+    assert "Round 1: the step's order, 31 measurements, 95.0 ms a step." in text and "dhelix train --plan" in text
+    assert seen(tmp_path)[-1]["request"]["order"] is False
+
+
 def test_results_are_also_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_tune(tmp_path, "--noprocess", "--json") == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -134,6 +148,38 @@ def test_a_measurement_that_fails_is_marked_and_tuning_goes_on(
     why = whys.get(mode, "ended with status 1 (Fatal: the card is on fire)")
     assert why in text and "settings that failed count as slow" in text
     assert len(seen(tmp_path)) == 2
+
+
+def test_the_picture_shows_the_row_that_was_chosen() -> None:
+    def row(setting: str, seconds: float, channels: tuple[int, ...]) -> Row:
+        result = {"seconds": {"dhelix": seconds}, "bodies": [{"map": [{"channels": n} for n in channels]}]}
+        return Row(setting, {}, result)
+
+    slow, fast, untried = row("default", 0.2, (1, 2)), row("connections1", 0.1, (1, 2)), row("copy-engine", 0.05, ())
+    assert drawn([fast, slow]) is fast
+    assert drawn([untried, fast, slow]) is fast and drawn([untried]) is untried
+
+
+def test_fits_of_models_are_no_silence_of_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORKER_MODE", "fits")
+    assert dhelix_tune(tmp_path, "--noprocess") == 0
+    assert "no answer" not in capsys.readouterr().out and len(seen(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds"),
+    [
+        ("compiles the step", COMPILES),
+        ("round 2: compiles the step in another order of 3 computations", COMPILES),
+        ("orders the step for the tuned collectives", COMPILES),
+        ("the settings found so far, in the new order", 90.0),
+        ("all collectives ring ll", 90.0),
+    ],
+)
+def test_only_measurements_have_little_patience(what: str, seconds: float) -> None:
+    assert patience(what, 90.0) == seconds
 
 
 def test_a_failure_outside_of_a_measurement_is_an_error(

@@ -12,14 +12,18 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import CollectivesSection, Plan, PlanError, PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities, settings_of
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 
 KEY = "all-gather 512B 2x1 groups=1 nccl"
 FEW, MANY = NcclSetting("ring", "simple", 4), NcclSetting("", "", 16, 1 << 17)
 SECTION = CollectiveSettings(
     "2.28",
     2,
-    (TunedCollective("0123456789abcdef", KEY, 1, FEW), TunedCollective("0123456789abcdef", KEY, 2, MANY)),
+    (
+        TunedCollective("0123456789abcdef", KEY, 1, FEW, 1210.5, 980.0, 0.4),
+        TunedCollective("0123456789abcdef", KEY, 2, MANY),
+    ),
     550_500.0,
     518_400.0,
 )
@@ -72,6 +76,7 @@ def test_a_plan_of_settings_alone_leaves_the_program() -> None:
             "algorithm 'star' is unknown",
         ),
         ({"collectives": [{"body": "0" * 16, "key": KEY, "occurrence": 1}] * 2}, "has two settings"),
+        ({"collectives": [{"body": "0" * 16, "key": KEY, "occurrence": 1, "us": 5}]}, "or neither"),
         ({"collectives": [{"body": "0" * 16, "key": KEY, "occurrence": 1, "threads": 2}]}, "threads"),
     ],
 )

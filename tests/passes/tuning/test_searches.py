@@ -13,8 +13,9 @@ from dhelix.passes.tuning.greedy import greedy
 from dhelix.passes.tuning.guided_search import tune
 from dhelix.passes.tuning.measurements import LimitReached, Measurements
 from dhelix.passes.tuning.space import Settings, Space, neighbours
-from dhelix.profiles.channels.channel_model import Bandwidth, ChannelError, ChannelModel, ChannelSetting, Links, Overlap
+from dhelix.profiles.channels.channel_model import Bandwidth, ChannelModel, ChannelSetting, Links, Overlap
 from dhelix.profiles.channels.model_fit import MeasuredTimes, columns
+from dhelix.profiles.channels.nccl_setting import ChannelError
 
 SPACE = Space((1, 2, 4, 8, 16), (2**16, 2**18, 2**20))
 NCCL = (ChannelSetting(8, 2**20),) * 2

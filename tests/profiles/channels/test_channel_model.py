@@ -10,7 +10,6 @@ import pytest
 
 from dhelix.profiles.channels.channel_model import (
     Bandwidth,
-    ChannelError,
     ChannelModel,
     ChannelSetting,
     Links,
@@ -18,6 +17,7 @@ from dhelix.profiles.channels.channel_model import (
     played,
 )
 from dhelix.profiles.channels.model_fit import MeasuredTimes, columns, errors, fit
+from dhelix.profiles.channels.nccl_setting import ChannelError
 
 OVERLAP = Overlap(volumes=(3e7, 1e7), waves=(2.5, 7.2), sms=84)
 MODEL = ChannelModel(

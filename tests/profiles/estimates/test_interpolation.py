@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.profiles.estimates.interpolation import CollectiveCurves, Interpolation, OperatorFamilies, roofline_seconds
 from dhelix.profiles.hardware import H200, Hardware
 from dhelix.profiles.keys import CollectiveKey, OperatorKey
@@ -77,6 +78,15 @@ def test_the_own_implementation_counts_more_than_the_own_kind() -> None:
     other = replace(collective("reduce-scatter", 64), implementation="symmetric")
     found = curves((known, 1.0), (other, 2.0))
     assert at(found, replace(known, implementation="symmetric")).seconds == pytest.approx(2.0)
+
+
+def test_configured_collectives_have_curves_of_their_own() -> None:
+    plain = collective("all-gather", 64)
+    slim = replace(plain, configuration=NcclSetting("ring", "simple", 2))
+    found = curves((plain, 1e-3), (slim, 3e-3))
+    assert at(found, plain).seconds == pytest.approx(1e-3) and at(found, slim).seconds == pytest.approx(3e-3)
+    unknown = at(found, replace(plain, configuration=NcclSetting(channels=8)))
+    assert unknown.seconds == pytest.approx(1e-3) and not unknown.near
 
 
 def test_links_inside_a_node_say_nothing_of_links_across() -> None:

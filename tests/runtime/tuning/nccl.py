@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dhelix.passes.tuning.collective_settings import ALGORITHMS, PROTOCOLS
+from dhelix.profiles.channels.nccl_setting import ALGORITHMS, PROTOCOLS
 from dhelix.runtime.tuning.plugin import FUNCTIONS
 
 _P, _I, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -40,9 +40,22 @@ class Chosen:
 
 
 class Communicator:
-    """One GPU's part of a communicator, under an interface of 3 to 6. It cannot run NVLS."""
+    """One GPU's part of a communicator, under an interface of 3 to 6. It runs NVLS only if that is its usual choice.
 
-    def __init__(self, library: Path, interface: int = 5, ranks: int = 2) -> None:
+    Attributes:
+      usual: algorithm, protocol and channels that NCCL chooses by itself.
+    """
+
+    def __init__(
+        self,
+        library: Path,
+        interface: int = 5,
+        ranks: int = 2,
+        nodes: int = 1,
+        usual: tuple[str, str, int] = USUAL,
+    ) -> None:
+        self.usual = usual
+
         class Interface(ctypes.Structure):
             _fields_ = (
                 ("name", ctypes.c_char_p),
@@ -56,9 +69,9 @@ class Communicator:
         self._interface, self._context = interface, ctypes.c_void_p()
         out = ctypes.byref(self._context)
         done = (
-            self._plugin.init(ranks, 1, None, out)
+            self._plugin.init(ranks, nodes, None, out)
             if interface < 5
-            else self._plugin.init(out, 7, ranks, 1, None, None, None)
+            else self._plugin.init(out, 7, ranks, nodes, None, None, None)
         )
         assert done == 0 and self._plugin.name == b"dhelix"
 
@@ -66,19 +79,20 @@ class Communicator:
         """Launches a collective."""
         costs = np.full((len(ALGORITHMS), len(PROTOCOLS)), 9.0, np.float32)
         costs[ALGORITHMS.index("nvls")] = -1.0
-        costs[ALGORITHMS.index(USUAL[0]), PROTOCOLS.index(USUAL[1])] = 5.0
-        channels = ctypes.c_int(USUAL[2])
+        algorithm, protocol, own = self.usual
+        costs[ALGORITHMS.index(algorithm), PROTOCOLS.index(protocol)] = 5.0
+        channels = ctypes.c_int(0)
         function = FUNCTIONS.index(kind)
         more = () if self._interface < 4 else (0,)
         size_of_table = costs.shape
         asked = (function, size, 1, costs.ctypes.data, *size_of_table, *more, ctypes.byref(channels))
         assert self._plugin.ask(self._context, *asked) == 0
         possible = np.where(costs < 0.0, np.inf, costs)
-        algorithm, protocol = map(int, np.unravel_index(possible.argmin(), costs.shape))
+        chosen, by = map(int, np.unravel_index(possible.argmin(), costs.shape))
         chunk = ctypes.c_size_t(0)
         if self._interface == 6:
-            self._plugin.chunk(self._context, function, size, algorithm, protocol, 1, ctypes.byref(chunk))
-        return Chosen(ALGORITHMS[algorithm], PROTOCOLS[protocol], channels.value, chunk.value)
+            self._plugin.chunk(self._context, function, size, chosen, by, 1, ctypes.byref(chunk))
+        return Chosen(ALGORITHMS[chosen], PROTOCOLS[by], channels.value or own, chunk.value)
 
     def end(self) -> None:
         assert self._plugin.end(self._context) == 0

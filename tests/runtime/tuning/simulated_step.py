@@ -12,8 +12,8 @@ import numpy as np
 
 from dhelix.benchmarks.collectives.simulated_overlaps import NCCL, SPACE, Simulated
 from dhelix.passes.plans.tuned_collectives import Identity
-from dhelix.passes.tuning.collective_settings import NcclSetting
 from dhelix.profiles.channels.channel_model import ChannelSetting
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
 from dhelix.runtime.tuning.step_search import StepSettings
 

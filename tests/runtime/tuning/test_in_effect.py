@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
-from dhelix.passes.tuning.collective_settings import CollectiveSettings, NcclSetting, TunedCollective
+from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.passes.tuning.launch_order import Question, sequences
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.compiler import deviceless, lowering, registration
 from dhelix.runtime.processes import agreement, rendezvous
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.tuning import in_effect, plugin
+from dhelix.runtime.tuning import in_effect, plugin, tune_step
 from dhelix.runtime.tuning.plugin import Plugin
 from dhelix.tests.runtime import steps
 from dhelix.tests.runtime.tuning.nccl import USUAL, Chosen, Communicator
@@ -132,7 +134,6 @@ def test_settings_that_do_not_fit_leave_nccls_defaults(
     [
         ({0: "no compiler"}, "no compiler"),
         ({1: "another table"}, "would set them differently"),
-        ({2: "is unlike this process"}, "with the plugin in some processes, and before it in others"),
     ],
 )
 def test_if_one_process_cannot_none_does(
@@ -145,6 +146,46 @@ def test_if_one_process_cannot_none_does(
     monkeypatch.setattr(agreement, "gathered", gathered)
     found = in_effect.apply("step", "step 1", plan, module, None)
     assert not found.works and said in found.said
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        (True, True, ""),
+        (True, False, "in process 1 of 2, NCCL made its communicators before the step was decorated"),
+        (False, True, "in process 0 of 2, NCCL made its communicators before the step was decorated"),
+        (False, False, "NCCL made its communicators before the step was decorated"),
+    ],
+)
+def test_a_job_has_settings_from_the_second_call_on_in_all_processes_or_in_none(
+    plan: Plan,
+    module: HloModule,
+    here: bool,
+    there: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A process whose NCCL made a communicator before the step was decorated shows only after a call."""
+    uses = [False, False]
+    monkeypatch.setattr(in_effect, "_uses_plugin", lambda: uses[0])
+
+    def gathered(purpose: str, text: str, job: object) -> list[str]:
+        told = json.loads(text)
+        return [text, json.dumps(uses[1] if isinstance(told, bool) else [*told[:2], uses[1]])]
+
+    monkeypatch.setattr(agreement, "gathered", gathered)
+    first = next(iter(sequences(module).values()))[0]
+    nccl = Communicator(plugin.install().path)
+    found = in_effect.apply("step", "step 1", plan, module, None)
+    found.before_call()
+    assert nccl.ask(first.kind, first.bytes) == UNSET and "from the second call on" in found.said
+    uses[:] = here, there
+    for _ in range(3):
+        found.before_call()
+    assert found.works == (here and there) == (nccl.ask(first.kind, first.bytes) != UNSET)
+    messages = [r.getMessage() for r in caplog.records if "NCCL's defaults" in r.getMessage()]
+    assert len(messages) == (not found.works) and all(said in text for text in [*messages, found.said])
 
 
 def test_a_step_of_only_some_processes_has_no_settings(
@@ -205,7 +246,7 @@ def test_that_nccl_does_not_use_the_plugin_is_said_once(
     found = in_effect.apply("step", "step 1", plan, module, None)
     monkeypatch.setattr(Plugin, "counts", lambda _: plugin.Counts(0, 0, 0, 0, 0))
     for _ in range(50):
-        found.after_call()
+        found.before_call()
     (record,) = [r for r in caplog.records if "made its communicators before" in r.getMessage()]
     assert "NCCL's defaults" in record.getMessage() and not found.works
 
@@ -225,3 +266,17 @@ def test_without_a_compiler_the_step_is_decorated_and_says_so(
     step(tuning=plan)
     assert [r for r in caplog.records if "defaults: settings of collectives need a C compiler" in r.getMessage()]
     monkeypatch.undo()
+
+
+def test_under_a_policy_that_a_plugin_replaces_only_settings_install_it(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert plan.tuning is not None
+    monkeypatch.setenv("NCCL_CTA_POLICY", "1")
+    in_effect.prepare(replace(plan, tuning=replace(plan.tuning, collectives=())))
+    assert not os.environ[plugin.VARIABLE] and not caplog.records
+    in_effect.prepare(plan)
+    assert os.environ[plugin.VARIABLE]
+    assert [r for r in caplog.records if "NCCL_CTA_POLICY=1 has no effect beside the plan" in r.getMessage()]
+    with pytest.raises(plugin.TunerError, match="nothing can be compared with NCCL's own choice"):
+        tune_step.prepare()

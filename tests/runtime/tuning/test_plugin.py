@@ -125,6 +125,25 @@ def test_what_a_communicator_cannot_run_is_left_to_nccl_and_counted(loaded: Plug
     assert (after.matched - before.matched, after.communicators - before.communicators) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("usual", "nodes", "channels"),
+    [
+        ("ring", 2, 32),  # NCCL cuts them to what the communicator has
+        ("nvls", 1, 32),
+        ("nvls", 2, 6),
+        ("collnet-direct", 2, 6),
+        ("collnet-chain", 2, 6),
+    ],
+)
+def test_channels_that_nccl_would_not_cut_are_its_own(loaded: Plugin, usual: str, nodes: int, channels: int) -> None:
+    loaded.load(f"sequence\n1 2 {GATHER} -1 -1 32 0")
+    nccl = Communicator(loaded.path, ranks=16, nodes=nodes, usual=(usual, "simple", 6))
+    assert nccl.ask("all-gather", GATHER) == Chosen(usual, "simple", channels)
+    # The algorithm of a setting counts, not the one that NCCL would have chosen.
+    loaded.load(f"sequence\n1 2 {GATHER} 1 2 32 0")
+    assert nccl.ask("all-gather", GATHER) == Chosen("ring", "simple", 32)
+
+
 def test_questions_are_recorded(loaded: Plugin) -> None:
     nccl = Communicator(loaded.path, ranks=8)
     loaded.record(2)
@@ -173,3 +192,19 @@ def test_another_plugin_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, loade
         plugin.install()
     monkeypatch.setenv(plugin.VARIABLE, "")
     assert plugin.install() is loaded and os.environ[plugin.VARIABLE] == str(loaded.path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "replaced"),
+    [
+        ({}, ""),
+        ({"NCCL_CTA_POLICY": "0"}, ""),
+        ({"NCCL_CTA_POLICY": "1"}, "NCCL_CTA_POLICY=1"),
+        ({"NCCL_CTA_POLICY": "2"}, ""),
+        ({"NCCL_CTA_POLICY": "efficiency|default"}, "NCCL_CTA_POLICY=efficiency|default"),
+        ({"NCCL_CTA_POLICY": "EFFICIENCY|ZERO"}, ""),
+        ({"NCCL_CTA_POLICY": "1", "NCCL_ALGO": "ring"}, ""),
+    ],
+)
+def test_the_policy_that_nccl_leaves_out_beside_a_plugin_is_known(environment: dict[str, str], replaced: str) -> None:
+    assert plugin.replaces_policy(environment) == replaced

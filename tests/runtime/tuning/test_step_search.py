@@ -17,7 +17,8 @@ from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.runtime.tuning import rounds, tune_step
 from dhelix.runtime.tuning.records import mark_failed
 from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, KINDS, TUNED, UNIFORM, StepSearch
-from dhelix.runtime.tuning.tune_step import Tuned, Tuning, as_json
+from dhelix.runtime.tuning.tune_step import Tuning
+from dhelix.runtime.tuning.tuned import Tuned, as_json
 from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SPACE, SimulatedStep
 
 PLAN = Plan("a step", PlanTarget.of("H100", "no-p2p", "default", 2))
@@ -159,6 +160,15 @@ def test_a_tuning_ends_in_time_with_the_best_so_far() -> None:
     assert found.notes == ("NCCL's defaults stay where nothing was tried: 0.01 minutes have passed",)
     step = SimulatedStep()
     assert tuned(step, minutes=0.0).seconds == {DEFAULTS: step.seconds({})} and step.count == 0
+
+
+def test_the_end_of_each_measurement_is_told_before_models_are_fitted() -> None:
+    said: list[str] = []
+    step = SimulatedStep()
+    tuning = Tuning(step, PLAN, said.append, time.monotonic(), 10.0, lambda: said.append("measured"))
+    found = tuning.run(None, None).found
+    lines = [n for n, line in enumerate(said) if line.startswith(("all collectives", "settings of their own"))]
+    assert len(lines) == found.measured and all(said[n + 1] == "measured" for n in lines)
 
 
 def test_if_nccl_asks_in_another_order_nothing_is_tuned() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,15 @@ from dhelix.passes.analysis.execution import counted_trips, sequence_of
 from dhelix.passes.hlo import Computation, HloModule
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.plans import plan_files
-from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.plans.plan import OrderSection, Plan, PlanTarget
 from dhelix.passes.tuning.launch_order import questions, sequences
 from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling.traces import executions
 from dhelix.runtime.profiling.traces.executions import Execution
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.tuning import plugin, trials, tune_step
+from dhelix.runtime.tuning import in_effect, plugin, trials, tune_step
 from dhelix.runtime.tuning.plugin import Asked, Counts, TunerError
+from dhelix.runtime.tuning.tuned import as_json
 
 KERNEL = 1e-3
 """Seconds of each kernel, and of a collective with one channel. Computation is not slowed down."""
@@ -137,11 +140,52 @@ def test_a_step_is_tuned_in_its_process(nccl: Nccl, tmp_path: Path) -> None:
     settings = tuned.found.candidates["dhelix"]
     assert {one.channels for one in settings.values()} == {32}  # the most channels are fastest, as nothing is slowed
     assert plan_files.load(out) == tuned.plan and tuned.plan.target.link == "nvlink"
-    assert told[0] == "compiles the step" and json.dumps(tune_step.as_json(tuned))
+    assert told[0] == "compiles the step" and json.dumps(as_json(tuned))
     assert re.match(r"(nothing gains|1 collectives have settings): ", str(tuned))
     assert math.isfinite(tuned.gain) and arguments[0].is_deleted() is False
     assert tuned.plan.tuning is not None and tuned.plan.tuning.devices == 2 < len(jax.devices())
     assert nccl.tables[-1] == ""  # afterwards, the process has the settings that it had before
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_step_is_tuned_again_in_another_order(
+    nccl: Nccl, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, arguments = step_and_arguments()
+
+    class Other:
+        """The same step, as if it were in another order."""
+
+        def __init__(self, step: Any, arguments: Any, plan: Plan, told: Callable[[str], None]) -> None:
+            self._arguments = arguments
+
+        def ordered(self, plan: Plan) -> tuple[Plan, list[str]]:
+            assert plan.tuning is not None
+            return replace(plan, order=OrderSection(skew=1)), [one.body for one in plan.tuning.collectives]
+
+        def step(self, plan: Plan) -> Any:
+            return step_and_arguments()[0]
+
+        def check(self, step: Any) -> None:
+            if refused:
+                raise DhelixError("the new order is refused: it needs more memory")
+
+    monkeypatch.setattr(tune_step, "Reordering", Other)
+    programs = itertools.count(1)
+
+    def seconds(self: Any, settings: Any) -> float:
+        """Each program is faster than the one before, and each is faster with settings."""
+        return (0.9 if settings else 1.0) / vars(self).setdefault("number", next(programs))
+
+    monkeypatch.setattr(trials.StepTrials, "seconds", seconds)
+    out = tmp_path / "tuned.json"
+    tuned = dhelix.tune(step, *arguments, out=out, minutes=5)
+    if refused:
+        assert len(tuned.iterations) == 1 and "the order of round 1 stays: the new order is refused" in str(tuned)
+    else:
+        assert len(tuned.iterations) > 1 and tuned.iterations[1].kept
+        assert tuned.plan.order.skew == 1 and tuned.plan.order.memory_limit > 0
+    assert plan_files.load(out) == tuned.plan and nccl.tables[-1] == "" and arguments[0].is_deleted() is False
 
 
 def test_a_program_is_found_again_whatever_was_compiled_before_it(nccl: Nccl) -> None:
@@ -203,6 +247,17 @@ def test_if_nccl_does_not_use_the_plugin_the_error_says_why(nccl: Nccl) -> None:
     nccl.unused = True
     with pytest.raises(TunerError, match="made its communicators before"):
         dhelix.tune(step, *arguments)
+
+
+def test_a_first_step_that_fails_leaves_the_settings_of_the_process(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, arguments = step_and_arguments(donate=False)
+    monkeypatch.setattr(in_effect, "_tables", {("step 1", "a table"): "a table"})
+    nccl.unused = True
+    with pytest.raises(TunerError):
+        dhelix.tune(step, *arguments)
+    assert nccl.tables[-1] == "a table" and len(nccl.tables) == 2
 
 
 def test_without_gpus_the_error_says_so() -> None:
