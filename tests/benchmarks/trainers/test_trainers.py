@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dhelix.benchmarks.trainers import on_gpus
 from dhelix.benchmarks.trainers.cases import CASES, HERE, Case
 from dhelix.benchmarks.trainers.results import Program, Result, Run, table
 
@@ -67,3 +68,13 @@ def test_the_list_of_cases_is_printed() -> None:
     command = [sys.executable, str(HERE / "run.py"), "--list"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == [one.name for one in CASES]
+
+
+def test_runs_on_gpus_compare_with_the_best_plain_run_of_their_link() -> None:
+    every = list(on_gpus.runs(("nvlink", "no-p2p")))
+    assert {(run.link, run.by) for run in every} == {(link, by) for link in on_gpus.LINKS for by in ("plain", "dhelix")}
+    for run, middle in zip(every[-3:], (90.0, 120.0, 99.0), strict=True):
+        run.steps_ms, run.losses = [middle - 1, middle, middle + 1], [6.0]
+    every[0].failed = "exit status 1: no GPU"
+    text = on_gpus.markdown({"runs": [asdict(run) for run in (every[0], *every[-3:])]})
+    assert "| 90.0 (89.0-91.0) | 1.100 |" in text and "no GPU" in text
