@@ -93,7 +93,7 @@ class _Tuning:
         self._gpus = gpus_of_mesh(chosen["mesh"]) * chosen["pp"] or None
         self._options = {n: v for n, v in step_flags.given(chosen).items() if n in STEP_OPTIONS}
         self._preset = step_flags.options(chosen).said()
-        self._start, self._number = time.monotonic(), 0
+        self._start, self._number, self._said = time.monotonic(), 0, ""
         told = json.dumps([self._preset, self._options, chosen["link"]], sort_keys=True)
         name = f"{chosen['preset']}-{of_bytes(told.encode())}.jsonl"
         self.records = Path(chosen["records"]) if chosen["records"] else _RECORDS.expanduser() / name
@@ -157,7 +157,9 @@ class _Tuning:
         return Row(setting, environment, processes.tuned(request, place, self._told), out)
 
     def _told(self, what: str) -> None:
-        say(self._console, f"  {self._spent():4.0f} s  {what}")
+        if what != self._said:  # a worker says again what it does, as a sign of life
+            say(self._console, f"  {self._spent():4.0f} s  {what}")
+        self._said = what
 
     def _spent(self) -> float:
         return time.monotonic() - self._start

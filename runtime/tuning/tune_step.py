@@ -290,8 +290,8 @@ class Tuning:
         different = {digest(settings): settings for settings in candidates.values()}
         times: dict[str, list[float]] = {key: [] for key in different}
         for turn in range(_ROUNDS):
-            for n, (key, settings) in enumerate(different.items(), 1):
-                self._told(f"compares candidates: {n} of {len(different)}, turn {turn + 1} of {_ROUNDS}")
+            for key, settings in different.items():
+                self._told(f"compares {len(different)} candidates, turn {turn + 1} of {_ROUNDS}")
                 times[key].append(self._trials.seconds(settings))
         found = {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
         spread = statistics.stdev(times[digest(candidates[DEFAULTS])]) / found[DEFAULTS]
