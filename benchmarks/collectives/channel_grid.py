@@ -13,8 +13,10 @@ All collectives of an overlap start with its computation (`early_starts.py`).
 
 Chunks follow from the size of NCCL's buffers, which a process reads once: ring and Simple move half of a buffer at a
 time. So each chunk has a process of its own, and the tuner plugin sets channels in it. With several collectives, one of
-them also has other channels than the rest. The channel model is fitted to every other setting, and its error on the
-settings in between is reported.
+them also has other channels than the rest. The channel model is then fitted, and its errors on settings that it was not
+fitted to are reported (`channel_fits.py`). This needs no GPU, so a result file can be fitted again:
+
+    python benchmarks/collectives/channel_grid.py --refit --out benchmarks/results/channel_grid_no_p2p.json
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dhelix.benchmarks.collectives.channel_fits import fitted, markdown
 from dhelix.benchmarks.collectives.early_starts import EarlyStarts
-from dhelix.benchmarks.pages.markdown import table
-from dhelix.profiles.channels.channel_model import ChannelSetting, Overlap
-from dhelix.profiles.channels.model_fit import MeasuredTimes, errors, fit
 from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.processes.launch_settings import link_of, target_of
@@ -154,60 +154,11 @@ def settings(collectives: int) -> list[tuple[int, ...]]:
     return [*equal, *(apart if collectives > 1 else ())]
 
 
-def fitted(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The model's errors on settings that it was not fitted to, for one overlap.
-
-    Args:
-      parts: results of `measure`, one for each chunk.
-    """
-    first = parts[0]
-    waves = tuple(math.inf if wave is None else wave for wave in first["waves"])
-    overlap = Overlap(tuple(first["volumes"]), waves, first["sms"])
-    measured = [
-        MeasuredTimes(
-            tuple(ChannelSetting(channels, row["chunk"]) for channels in row["channels"]),
-            tuple(row["collectives"]),
-            tuple(row["computations"]),
-            whole=row["whole"],
-        )
-        for part in parts
-        for row in part["rows"]
-    ]
-    model = fit(overlap, measured[::2])
-    x, y = errors(model, measured[1::2])
-    wholes = [one.whole for one in measured]
-    computing = [sum(one.computations) for one in measured]
-    return {
-        "settings": len(measured),
-        "held out": len(measured[1::2]),
-        "collectives, median error": float(np.median(np.abs(x))),
-        "collectives, 90 %": float(np.quantile(np.abs(x), 0.9)),
-        "computation, median error": float(np.median(np.abs(y))),
-        "computation, 90 %": float(np.quantile(np.abs(y), 0.9)),
-        "longest over shortest computation": max(computing) / min(computing),
-        "longest over shortest overlap": max(wholes) / min(wholes),
-        "default over shortest overlap": first["default"]["whole"] / min(wholes),
-        "links": asdict(model.links),
-        "bandwidth": asdict(model.bandwidth),
-        "memory": list(model.memory),
-    }
-
-
-def markdown(found: Mapping[str, Any]) -> str:
-    """The table of a result file."""
-    heads = ["overlap", *next(iter(found["fits"].values()))][:-3]
-    rows = [[name, *(_cell(each[head]) for head in heads[1:])] for name, each in found["fits"].items()]
-    return table(heads, rows)
-
-
-def _cell(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.3f}" if value >= 1.0 else f"{value:.1%}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--overlaps", default="", help="names, separated by commas; all if not given")
+    parser.add_argument("--refit", action="store_true", help="fit the model again to what the file holds; needs no GPU")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -216,6 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = [name for name in options.overlaps.split(",") if name] or list(every)
         parts = [measure(name, every[name], options.worker // 2) for name in names]
         print(json.dumps({"on": asdict(provenance()), "parts": parts}))
+        return
+    if options.refit:
+        record = json.loads(options.out.read_text())
+        _write(options.out, record["on"], record["parts"])
         return
     found: dict[str, list[Any]] = {}
     for buffer in BUFFERS:
@@ -228,10 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = json.loads(done.stdout.splitlines()[-1])
         for part in record["parts"]:
             found.setdefault(part["overlap"], []).append(part)
-        fits = {name: fitted(each) for name, each in found.items()}
-        results = {"on": record["on"], "parts": found, "fits": fits}
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(markdown(json.loads(options.out.read_text())))
+        options.out.write_text(json.dumps({"on": record["on"], "parts": found}, indent=1) + "\n")
+    if found:
+        _write(options.out, record["on"], found)
+
+
+def _write(path: Path, on: dict[str, Any], parts: dict[str, list[Any]]) -> None:
+    """Writes a result file with the fits of its parts, and prints their tables."""
+    fits = {name: fitted(each) for name, each in parts.items()}
+    path.write_text(json.dumps({"on": on, "parts": parts, "fits": fits}, indent=1) + "\n")
+    print(markdown({"fits": fits}))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 from dhelix.benchmarks.collective_matmul import tables as matmul_tables
 from dhelix.benchmarks.collective_matmul.results import Results as MatmulResults
+from dhelix.benchmarks.collectives import channel_fits as channel_study
 from dhelix.benchmarks.collectives import simulated_tuning as tuning_study
 from dhelix.benchmarks.inference import results as inference_results
 from dhelix.benchmarks.orders import optimality as optimality_study
@@ -128,6 +129,11 @@ def strategies(paths: Sequence[Path]) -> str:
 def simulated_tuning(paths: Sequence[Path]) -> str:
     """Searches for settings of collectives, compared on simulated overlaps."""
     return "\n\n".join(tuning_study.markdown(_load(path)) for path in paths)
+
+
+def channel_grid(paths: Sequence[Path]) -> str:
+    """Errors of the channel model on measured overlaps, and their contention."""
+    return "\n\n".join(channel_study.markdown(_load(path)) for path in paths)
 
 
 def trainers(paths: Sequence[Path]) -> str:

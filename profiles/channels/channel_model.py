@@ -15,6 +15,12 @@ channels, chunks of C bytes and a volume of v bytes:
     rate = (link^-4 + (NC r C / (C + c0))^-4)^(-1/4)                 the smaller of both, rounded at the corner
     u = limit w / (limit + w),  w = NC k C / (C + c1)                share of the memory bandwidth that is taken
 
+NC is the number of channels that run. NCCL opens some for a communicator, and a collective that asks for more gets
+these: 4 between two GPUs without peer-to-peer, where 4, 8, 16 and 24 channels take equal times (`Links.most`).
+
+Each type of collective is a kernel of its own. One that reduces also reads and adds, so r and c0 differ: a channel of a
+reduce-scatter moved 10 GB/s, one of an all-gather 13. Links and starts are those of the machine, and are shared.
+
 Beside a collective, a computation has lambda - NC of the GPU's lambda SMs, and 1 - u of its memory bandwidth. If it
 has `waves` waves of thread blocks with all SMs, it then has ceil(waves lambda / (lambda - NC)) of them. A part m of its
 time alone is the time of memory accesses:
@@ -29,6 +35,7 @@ Cost: an overlap of M computations and N collectives takes M N steps of NumPy fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,17 +78,21 @@ class Overlap:
       waves: waves of thread blocks of each computation on a whole GPU, in order. Blocks / (blocks per SM x SMs), not
         rounded. Infinity if the launch is not known: then the computation has no steps.
       sms: number of SMs of the GPU.
+      kinds: type of each collective, such as "all-gather". () if all are of one type.
     """
 
     volumes: tuple[float, ...]
     waves: tuple[float, ...]
     sms: int
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.volumes or not self.waves:
             raise ChannelError("an overlap needs at least one collective and one computation")
         if min(self.volumes) <= 0 or min(self.waves) <= 0 or self.sms < 2:
             raise ChannelError("the volumes, waves and SMs of an overlap must be positive")
+        if self.kinds and len(self.kinds) != len(self.volumes):
+            raise ChannelError(f"{len(self.volumes)} collectives cannot have {len(self.kinds)} types; give each one")
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class Links:
       half_chunk: bytes of the chunk with which a channel reaches half of that, c0.
       per_chunk: seconds for which each chunk of a channel waits, alpha.
       per_channel: seconds that each channel adds, beta.
+      most: channels of the communicator. Collectives that ask for more run with these.
     """
 
     link: float
@@ -101,12 +113,19 @@ class Links:
     half_chunk: float
     per_chunk: float
     per_channel: float
+    most: float = math.inf
 
-    def seconds(self, volume: float | Array, channels: Array, chunk: Array) -> Array:
-        """Seconds of a collective of `volume` bytes, for arrays of channels and chunks of equal shape."""
-        several = channels * self.channel * chunk / (chunk + self.half_chunk)
-        rate = (self.link**-_CORNER + several**-_CORNER) ** (-1.0 / _CORNER)
-        return volume / rate + self.per_chunk * volume / (channels * chunk) + self.per_channel * channels
+    def seconds(
+        self, volume: float | Array, channels: Array, chunk: Array, rate: float | Array = 1.0, half: float | Array = 1.0
+    ) -> Array:
+        """Seconds of a collective of `volume` bytes, for arrays of channels and chunks of equal shape.
+
+        `rate` and `half` are factors of r and c0 for the collective's type.
+        """
+        channels = np.minimum(channels, self.most)
+        several = channels * (self.channel * rate) * chunk / (chunk + self.half_chunk * half)
+        together = (self.link**-_CORNER + several**-_CORNER) ** (-1.0 / _CORNER)
+        return volume / together + self.per_chunk * volume / (channels * chunk) + self.per_channel * channels
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,7 @@ class ChannelModel:
       bandwidth: what collectives take from computations.
       alone: seconds of each computation with no collective beside it.
       memory: the part of this time that is memory access, m, from 0 to 1.
+      factors: r and c0 of each collective's type, over those of `links`. () if all are of one type.
     """
 
     overlap: Overlap
@@ -146,10 +166,12 @@ class ChannelModel:
     bandwidth: Bandwidth
     alone: tuple[float, ...]
     memory: tuple[float, ...]
+    factors: tuple[tuple[float, float], ...] = ()
 
     def collectives(self, channels: Array, chunk: Array) -> Array:
         """Seconds of each collective, [collectives, settings], for arrays of that shape."""
-        return self.links.seconds(np.reshape(self.overlap.volumes, (-1, 1)), channels, chunk)
+        rate, half = np.array(self.factors or ((1.0, 1.0),)).T[:, :, None]
+        return self.links.seconds(np.reshape(self.overlap.volumes, (-1, 1)), channels, chunk, rate, half)
 
     def beside(self, channels: Array, chunk: Array) -> Array:
         """Seconds of each computation that has a collective of these settings beside it all the time.
@@ -161,6 +183,7 @@ class ChannelModel:
           An array of shape [computations, *that shape].
         """
         each = (-1, *(1,) * channels.ndim)
+        channels = np.minimum(channels, self.links.most)
         alone, memory = np.reshape(self.alone, each), np.reshape(self.memory, each)
         sms, waves = self.overlap.sms, np.reshape(self.overlap.waves, each)
         left = sms - channels

@@ -1,16 +1,21 @@
 """Fits the channel model to measured overlaps, and says how well it predicts others.
 
     model = fit(overlap, measured)          # least squares of the logarithms of all times
+    model = fit_grid(overlap, measured)     # of a whole grid: also the number of channels that run at most
     errors(model, held_out)                 # relative error of each time
 
 Few measurements determine some parameters badly. A weak prior keeps these near usual values. It weighs far less than a
 measurement.
+
+On a grid, computation beside equal collectives differed by 15 %. Probably the thread blocks of a collective land on
+other SMs, and a product takes one more wave or not. So a time far from the model weighs less there (SciPy's `soft_l1`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -31,6 +36,12 @@ _PRIOR = 0.003
 """Weight of the prior. A parameter that differs by a factor e counts like a time that differs by 0.3 %."""
 
 _EVALUATIONS = 60
+_FAR = 0.03
+"""A time of a grid that is off by more than this fraction weighs less."""
+
+_WORTH = 0.95
+"""A limit on channels must lower the sum of squares to this part."""
+
 _IDLE = 0.005
 """Fraction of an overlap in which computation may wait, although it is said to take all the time."""
 
@@ -81,21 +92,25 @@ def fit(overlap: Overlap, measured: Sequence[MeasuredTimes], start: ChannelModel
     Raises:
       ChannelError: nothing was measured, or something else than this overlap.
     """
-    check(overlap, measured)
-    channels, chunk = columns([one.settings for one in measured])
-    x = np.array([one.collectives for one in measured]).T
-    y = np.array([one.computations for one in measured]).T
-    weight = np.sqrt([one.count for one in measured])
-    least = y.min(axis=1)
-    prior = _numbers(ChannelModel(overlap, _USUAL_LINKS, _USUAL_BANDWIDTH, tuple(least), (0.5,) * len(least)))
+    begin = None if start is None else _numbers(start)
+    return _fitted(overlap, measured, begin, math.inf if start is None else start.links.most)[0]
 
-    def residuals(numbers: Array) -> Array:
-        times = _model(overlap, numbers).times(channels, chunk)
-        off = [weight * np.log(found / wanted) for found, wanted in zip(times, (x, y), strict=True)]
-        return np.concatenate([*(part.ravel() for part in off), _PRIOR * (numbers - prior)])
 
-    begin = prior if start is None else _numbers(start)
-    return _model(overlap, least_squares(residuals, begin, max_nfev=_EVALUATIONS).x)
+def fit_grid(overlap: Overlap, measured: Sequence[MeasuredTimes]) -> ChannelModel:
+    """The model of a grid of channels and chunks: `fit` for each number of channels that may be the most that run.
+
+    Takes about as many fits as the grid has numbers of channels.
+
+    Raises:
+      ChannelError: nothing was measured, or something else than this overlap.
+    """
+    tried = sorted({one.channels for each in measured for one in each.settings})[:-1]
+    model, cost = _fitted(overlap, measured, None, math.inf)
+    for most in tried:
+        other, lower = _fitted(overlap, measured, None, most)
+        if lower < _WORTH * cost:
+            model, cost = other, lower
+    return _fitted(overlap, measured, _numbers(model), model.links.most, "soft_l1")[0]
 
 
 def errors(model: ChannelModel, measured: Sequence[MeasuredTimes]) -> tuple[Array, Array]:
@@ -121,22 +136,52 @@ def check(overlap: Overlap, measured: Sequence[MeasuredTimes]) -> None:
             raise ChannelError("a measured time is not positive; measure again")
 
 
+def _fitted(
+    overlap: Overlap, measured: Sequence[MeasuredTimes], begin: Array | None, most: float, loss: str = "linear"
+) -> tuple[ChannelModel, float]:
+    """A fitted model and its cost, from the parameters `begin`."""
+    check(overlap, measured)
+    channels, chunk = columns([one.settings for one in measured])
+    x = np.array([one.collectives for one in measured]).T
+    y = np.array([one.computations for one in measured]).T
+    weight = np.sqrt([one.count for one in measured])
+    least = y.min(axis=1)
+    usual = ChannelModel(overlap, _USUAL_LINKS, _USUAL_BANDWIDTH, tuple(least), (0.5,) * len(least))
+    prior = _numbers(replace(usual, factors=((1.0, 1.0),) * len(overlap.kinds)))
+
+    def residuals(numbers: Array) -> Array:
+        times = _model(overlap, numbers, most).times(channels, chunk)
+        off = [weight * np.log(found / wanted) for found, wanted in zip(times, (x, y), strict=True)]
+        return np.concatenate([*(part.ravel() for part in off), _PRIOR * (numbers - prior)])
+
+    start = prior if begin is None else begin
+    found = least_squares(residuals, start, max_nfev=_EVALUATIONS, loss=loss, f_scale=_FAR)
+    return _model(overlap, found.x, most), float(found.cost)
+
+
 def _numbers(model: ChannelModel) -> Array:
-    """A model's parameters, mapped to all real numbers."""
+    """A model's parameters, mapped to all real numbers. The first type of collective has no factors of its own."""
     links, taken, m = model.links, model.bandwidth, np.array(model.memory)
     positive = [
         *(links.link, links.channel, links.half_chunk, links.per_chunk, links.per_channel),
         *(taken.channel, taken.half_chunk),
         *model.alone,
     ]
-    return np.concatenate([np.log(positive), _logit(np.array([taken.limit])), _logit(np.clip(m, 1e-6, 1 - 1e-6))])
+    shares = _logit(np.array([taken.limit])), _logit(np.clip(m, 1e-6, 1 - 1e-6))
+    own = dict(zip(model.overlap.kinds, model.factors, strict=True))
+    factors = [number for pair in list(own.values())[1:] for number in pair]
+    return np.concatenate([np.log(positive), *shares, np.log(factors)])
 
 
-def _model(overlap: Overlap, numbers: Array) -> ChannelModel:
-    positive = np.exp(np.clip(numbers[: 7 + len(overlap.waves)], -60.0, 60.0))
-    shares = 1.0 / (1.0 + np.exp(-numbers[len(positive) :]))
-    links, bandwidth = Links(*positive[:5]), Bandwidth(*positive[5:7], limit=min(float(shares[0]), 0.95))
-    return ChannelModel(overlap, links, bandwidth, tuple(positive[7:]), tuple(shares[1:]))
+def _model(overlap: Overlap, numbers: Array, most: float) -> ChannelModel:
+    n = len(overlap.waves)
+    positive = np.exp(np.clip(numbers[: 7 + n], -60.0, 60.0))
+    shares = 1.0 / (1.0 + np.exp(-numbers[7 + n : 8 + 2 * n]))
+    links, bandwidth = Links(*positive[:5], most=most), Bandwidth(*positive[5:7], limit=min(float(shares[0]), 0.95))
+    own = [[1.0, 1.0], *np.exp(np.clip(numbers[8 + 2 * n :], -60.0, 60.0)).reshape(-1, 2).tolist()]
+    by_kind = dict(zip(dict.fromkeys(overlap.kinds), map(tuple, own), strict=False))
+    factors = tuple(by_kind[kind] for kind in overlap.kinds)
+    return ChannelModel(overlap, links, bandwidth, tuple(positive[7:]), tuple(shares[1:]), factors)
 
 
 def _logit(share: Array) -> Array:

@@ -150,7 +150,8 @@ def bodies_of(module: HloModule, target: PlanTarget, trace: Trace, runs: Mapping
         if not members or not often or trace.whole(computation) <= 0.0:
             continue
         pieces = _pieces(computation, names, trace)
-        overlap = Overlap(tuple(_volume(i) for i in members), (math.inf,) * len(pieces), sms)
+        kinds = tuple(one.kind for i in members if (one := find_collective(i)))
+        overlap = Overlap(tuple(_volume(i) for i in members), (math.inf,) * len(pieces), sms, kinds)
         identity = tuple(names[i] for i in members)
         empty = BodyTimes((), (), 0.0)
         place = said[fingerprint], total, identity, computation, tuple(members), pieces

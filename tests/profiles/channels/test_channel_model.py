@@ -16,7 +16,7 @@ from dhelix.profiles.channels.channel_model import (
     Overlap,
     played,
 )
-from dhelix.profiles.channels.model_fit import MeasuredTimes, columns, errors, fit
+from dhelix.profiles.channels.model_fit import MeasuredTimes, columns, errors, fit, fit_grid
 from dhelix.profiles.channels.nccl_setting import ChannelError
 
 OVERLAP = Overlap(volumes=(3e7, 1e7), waves=(2.5, 7.2), sms=84)
@@ -77,12 +77,48 @@ def test_a_fitted_model_predicts_settings_that_were_held_out() -> None:
     assert np.abs(x).max() < 0.02 and np.abs(y).max() < 0.02
 
 
+def test_more_channels_than_the_communicator_has_change_nothing() -> None:
+    one = dataclasses.replace(MODEL, links=dataclasses.replace(MODEL.links, most=4))
+    at_most, asked = measured(one, settings((4, 512), (4, 512)), settings((16, 512), (24, 512)))
+    assert (at_most.collectives, at_most.computations) == (asked.collectives, asked.computations)
+
+
+def test_a_type_of_collective_has_a_rate_of_its_own() -> None:
+    """Half the rate of a channel doubles the time of one channel, which is far below the links."""
+    links = Links(link=1e12, channel=1e9, half_chunk=1.0, per_chunk=1e-15, per_channel=1e-15)
+    overlap = dataclasses.replace(OVERLAP, volumes=(1e7, 1e7), kinds=("all-gather", "reduce-scatter"))
+    one = dataclasses.replace(MODEL, overlap=overlap, links=links, factors=((1.0, 1.0), (0.5, 1.0)))
+    gather, scatter = one.collectives(np.ones((2, 1)), np.full((2, 1), 1e6))[:, 0]
+    assert scatter == pytest.approx(2 * gather, rel=1e-3)
+
+
+def test_a_fit_of_a_grid_finds_the_channels_that_run_and_the_types() -> None:
+    """One time that is off by a half does not move the model."""
+    overlap = dataclasses.replace(OVERLAP, waves=(math.inf, math.inf), kinds=("all-gather", "reduce-scatter"))
+    links = dataclasses.replace(MODEL.links, most=4)
+    true = dataclasses.replace(MODEL, overlap=overlap, links=links, factors=((1.0, 1.0), (0.7, 2.0)))
+    grid = [settings((n, kib), (n, kib)) for n in (1, 2, 4, 8) for kib in (64, 256, 1024, 4096)]
+    times = measured(true, *grid)
+    off = dataclasses.replace(times[5], computations=(1.5 * times[5].computations[0], times[5].computations[1]))
+    found = fit_grid(overlap, [*times[:5], off, *times[6:]])
+    assert found.links.most == 4
+    assert found.factors[0] == (1.0, 1.0) and found.factors[1][0] == pytest.approx(0.7, rel=0.05)
+    x, y = errors(found, times)
+    assert np.median(np.abs(x)) < 0.02 and np.median(np.abs(y)) < 0.02 and np.abs(y).max() < 0.1
+
+
+def test_a_grid_in_which_all_channels_run_has_no_limit() -> None:
+    grid = [settings((n, kib), (n, kib)) for n in (1, 4, 16) for kib in (64, 512, 4096)]
+    assert fit_grid(OVERLAP, measured(MODEL, *grid)).links.most == math.inf
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (lambda: ChannelSetting(0, 1024), "at least 1 channel"),
         (lambda: Overlap((), (1.0,), 84), "at least one collective"),
         (lambda: Overlap((1.0,), (0.0,), 84), "must be positive"),
+        (lambda: Overlap((1.0, 1.0), (1.0,), 84, ("all-gather",)), "2 collectives cannot have 1 types"),
         (lambda: fit(OVERLAP, []), "at least one measured overlap"),
         (lambda: fit(OVERLAP, [MeasuredTimes(settings((1, 1)), (1.0,), (1.0,))]), r"\(1, 1, 1\), of the overlap"),
         (lambda: fit(OVERLAP, [MeasuredTimes(settings((1, 1), (1, 1)), (1.0, 0.0), (1.0, 1.0))]), "not positive"),
