@@ -34,16 +34,21 @@ class Watch:
     """Watches processes of one job.
 
     Args:
-      children: the processes, in the order of their numbers.
+      children: the processes, in the order of their numbers. They may be started later.
       total: number of processes in the job.
       heartbeat: seconds after which JAX misses a process.
+
+    Attributes:
+      names_files: whether a message says where the output is that was not shown.
     """
 
     def __init__(self, children: Sequence[Child], total: int, heartbeat: int) -> None:
         self._children, self._total, self._heartbeat = children, total, heartbeat
         self._received: list[int] = []
+        self.names_files = False
         for number in _PASSED_ON:
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as below nohup; the processes inherit that
+                signal.signal(number, self._receive)
 
     def run(self) -> int:
         """Waits until all have ended. Returns the exit status: that of the first process that failed."""
@@ -57,8 +62,11 @@ class Watch:
                 self._wait(self._children[:1], _ALIKE if "joined" in first.said else _UNJOINED)
         self._stop([child for child in self._children if child.code() is None])
         self._close()
-        if not self._received and (words := self._words(first)):
-            print(words, file=sys.stderr, flush=True)
+        words = "" if self._received else self._words(first)
+        self.names_files = bool(words or self._received)
+        where = self._where() if self._received or (words and first.output.file is None) else ""
+        for line in filter(None, (words, where)):
+            print(line, file=sys.stderr, flush=True)
         return _status(first)
 
     def _first_failure(self) -> Child | None:
@@ -119,6 +127,16 @@ class Watch:
         elif first.output.file is not None:
             lines += [f"the end of {first.output.file}:", *(f"  {line}" for line in first.output.last_lines())]
         return "\n".join(lines)
+
+    def _where(self) -> str:
+        """Says where the output is that was not shown; "" if all was."""
+        hidden = [child for child in self._children if child.output.file is not None]
+        if not hidden:
+            return ""
+        whose, file = f"process {hidden[0].number}", hidden[0].output.file
+        if file is not None and len(self._children) > 1:
+            whose, file = "the other processes", file.parent
+        return f"dhelix launch: the output of {whose} is in {file}"
 
     def _reason(self, child: Child) -> str:
         """Which other process, of those that are not ours to see, made this one fail; "" if none did."""

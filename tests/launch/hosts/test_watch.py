@@ -64,12 +64,43 @@ def test_a_program_that_fails_where_one_sees_it_says_so_alone(tmp_path: Path, wh
     assert done.stderr.startswith('err 0\nTraceback (most recent call last):\n  File "')
     assert "sitecustomize" not in done.stderr
     assert done.stderr.endswith("ValueError: the program's own\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]  # no folder that nobody knows of
 
 
 def test_a_program_that_fails_out_of_sight_is_named(tmp_path: Path) -> None:
     done = launch(tmp_path, "--processes", "2", "program.py", "exit", "1")
     assert done.returncode == 3
     assert "process 1 (pid" in done.stderr and "ended with exit status 3; the other was stopped" in done.stderr
+    (folder,) = tmp_path.glob("dhelix-launch-*")
+    assert f"the end of {folder}/process-1.log" in done.stderr
+
+
+def test_after_a_kill_of_process_0_one_knows_where_the_others_wrote(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--processes", "2", "program.py", "kill", "0")
+    (folder,) = tmp_path.glob("dhelix-launch-*")
+    assert f"dhelix launch: the output of the other processes is in {folder}\n" in done.stderr
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["a terminal", "nohup"])
+def test_a_second_signal_kills_unless_it_is_ignored(tmp_path: Path, ignored: bool) -> None:
+    (tmp_path / "program.py").write_text(
+        "import signal, time\n"
+        "if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN: signal.signal(signal.SIGHUP, lambda *_: None)\n"
+        "print(flush=True)\nfor _ in range(40): time.sleep(0.1)\n"
+    )
+    words = ["nohup"] * ignored + [sys.executable, "-m", "dhelix", "launch", "--processes", "2", "program.py"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        for _ in range(2):
+            launcher.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+        _, said = launcher.communicate(timeout=50)
+    assert launcher.returncode == (0 if ignored else 128 + signal.SIGKILL)
+    assert ("the output of the other processes is in" in said) != ignored
+    assert bool(list(tmp_path.glob("dhelix-launch-*"))) != ignored
 
 
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
