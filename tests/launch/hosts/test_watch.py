@@ -84,8 +84,9 @@ def test_after_a_kill_of_process_0_one_knows_where_the_others_wrote(tmp_path: Pa
 @pytest.mark.parametrize("ignored", [False, True], ids=["a terminal", "nohup"])
 def test_a_second_signal_kills_unless_it_is_ignored(tmp_path: Path, ignored: bool) -> None:
     (tmp_path / "program.py").write_text(
-        "import signal, time\n"
+        "import glob, os, signal, time\n"
         "if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN: signal.signal(signal.SIGHUP, lambda *_: None)\n"
+        "open(f'ready-{os.getpid()}', 'w').close()\nwhile len(glob.glob('ready-*')) < 2: time.sleep(0.1)\n"
         "print(flush=True)\nfor _ in range(40): time.sleep(0.1)\n"
     )
     words = ["nohup"] * ignored + [sys.executable, "-m", "dhelix", "launch", "--processes", "2", "program.py"]
@@ -101,6 +102,30 @@ def test_a_second_signal_kills_unless_it_is_ignored(tmp_path: Path, ignored: boo
     assert launcher.returncode == (0 if ignored else 128 + signal.SIGKILL)
     assert ("the output of the other processes is in" in said) != ignored
     assert bool(list(tmp_path.glob("dhelix-launch-*"))) != ignored
+
+
+def test_a_job_that_not_all_processes_join_says_so(tmp_path: Path) -> None:
+    said_by_jax = "absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.X/RegisterTask\n"
+    (tmp_path / "ends.py").write_text(f"import os, sys\nsys.stderr.write({said_by_jax!r})\nos.abort()\n")
+    done = launch(tmp_path, "--coordinator", "a:1", "--num_processes", "3", "--process_id", "1", "ends.py")
+    assert done.returncode == 128 + signal.SIGABRT
+    assert "dhelix launch: not all 3 processes joined the job in time: one was not started" in done.stderr
+    assert "; process 1 of 3 was ended by SIGABRT because of it\n" in done.stderr
+
+
+def test_what_a_killed_process_started_ends_and_is_not_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(
+        "import os, sys, time\nfrom dhelix.runtime.launched import task\n"
+        "open('child', 'w').write(f'{os.getpid()} {task.mine()}\\n')\ntime.sleep(60)\n"
+    )
+    (tmp_path / "starts.py").write_text(
+        "import os, signal, sys, time\nos.system(f'{sys.executable} child.py &')\n"  # the shell ends at once
+        "while not os.path.exists('child') or not open('child').read().endswith('\\n'): time.sleep(0.1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert launch(tmp_path, "--processes", "1", "starts.py").returncode == 128 + signal.SIGKILL
+    number, task = (tmp_path / "child").read_text().split()
+    assert task == "None" and not Path(f"/proc/{number}").exists()
 
 
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
