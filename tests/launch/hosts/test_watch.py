@@ -48,6 +48,16 @@ def test_the_others_are_in_files_or_shown_with_their_numbers(tmp_path: Path) -> 
     assert sorted(done.stderr.splitlines()) == ["[0] err 0", "[1] err 1"]
 
 
+def test_a_job_whose_output_nobody_reads_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nfor n in range(30): time.sleep(0.05); print(n)\n")
+    words = f"{sys.executable} -m dhelix launch --processes 2 --log all program.py | head -1; exit ${{PIPESTATUS[0]}}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_killed_process_is_named_and_the_others_end(tmp_path: Path) -> None:
     start = time.monotonic()
     done = launch(tmp_path, "--processes", "3", "--logs", "logs", "program.py", "kill", "2")
