@@ -37,12 +37,12 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     Raises DhelixError if the command line is wrong, or if no job can be made of it.
     """
     chosen: dict[str, Any] = values.flag_values_dict()
-    if chosen["template"]:
+    mesh = _mesh(chosen["mesh"])
+    if chosen["template"] and arguments != ["-m"]:
         print(fill.template(chosen, arguments), end="")
         return 0
     if not arguments or arguments == ["-m"]:
         raise DhelixError("give a program: a script, or -m and a module; see `dhelix launch --help`")
-    mesh = _mesh(chosen["mesh"])
     environment = _environment(chosen)
     places = _places(chosen)
     if not places:
@@ -52,13 +52,15 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if chosen["processes"] is None and (places[0].process == 0 or not places[0].shares_output):
         print(f"dhelix launch: {places[0]}", file=sys.stderr, flush=True)
     with _Folder(chosen["logs"]) as folder:
+        outputs = [_output(one, chosen["log"], folder) for one in places]  # may fail; no process runs yet
         children: list[Child] = []
-        for one in places:
+        watch = Watch(children, places[0].processes, chosen["heartbeat"])  # before them, so that no signal is missed
+        for one, output in zip(places, outputs, strict=True):
             task = Task(one.coordinator, one.processes, one.process, one.local_device_ids, chosen["heartbeat"],
                         chosen["check"] and one.processes > 1, mesh)  # fmt: skip
-            children.append(Child(arguments, task, environment, _output(one, chosen["log"], folder)))
-        status = Watch(children, places[0].processes, chosen["heartbeat"]).run()
-        folder.keep = bool(status)
+            children.append(Child(arguments, task, environment, output))
+        status = watch.run()
+        folder.keep = watch.names_files
     return status
 
 
@@ -73,7 +75,7 @@ def _places(chosen: Mapping[str, Any]) -> list[Place]:
     for flag in given.values():
         if chosen[flag] is not None:
             raise DhelixError(f"--processes starts a whole job on this machine; leave out --{flag}")
-    if "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise DhelixError("srun starts the processes, and --processes would start as many in each; give one of the two")
     on_cpu = chosen["cpu_devices"] or os.environ.get("JAX_PLATFORMS") == "cpu"
     gpus = [] if on_cpu else place.local_gpus(os.environ)
@@ -126,7 +128,7 @@ def _mesh(words: Sequence[str]) -> dict[str, int]:
 
 
 class _Folder:
-    """A folder for output. A temporary one is made when it is needed, and goes if all went well."""
+    """A folder for output. A temporary one is made when it is needed, and goes if no message names it."""
 
     def __init__(self, given: str | None) -> None:
         self.keep = True

@@ -40,7 +40,8 @@ def define_flags(values: flags.FlagValues) -> None:
     words = "whose output is shown: that of process 0, or that of all with their numbers (default: 0, and each " \
             "process where its output is not mixed with that of others)"  # fmt: skip
     flags.DEFINE_enum("log", None, ["0", "all"], words, flag_values=values)
-    words = "folder for the output of the processes that are not shown (default: a temporary one, kept after a failure)"
+    words = "folder for the output of the processes that are not shown (default: a temporary one, which stays if a " \
+            "message names it)"  # fmt: skip
     flags.DEFINE_string("logs", None, words, flag_values=values)
     words = "seconds without a sign of life after which a process counts as dead"
     flags.DEFINE_integer("heartbeat", 100, words, 1, flag_values=values)

@@ -111,7 +111,12 @@ class Output:
 
 
 def _write(to: IO[str], text: bytes) -> None:
-    with _lock, contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        to.flush()
-        to.buffer.write(text)  # pyright: ignore[reportAttributeAccessIssue]
-        to.buffer.flush()  # pyright: ignore[reportAttributeAccessIssue]
+    with _lock, contextlib.suppress(OSError, ValueError):
+        try:
+            to.flush()
+            to.buffer.write(text)  # pyright: ignore[reportAttributeAccessIssue]
+            to.buffer.flush()  # pyright: ignore[reportAttributeAccessIssue]
+        except BrokenPipeError:  # nobody reads it any more, as below `| head`; the rest goes nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, to.fileno())
+            os.close(nowhere)

@@ -94,7 +94,8 @@ def _plain(environment: Mapping[str, str]) -> Place | None:
     values = {COORDINATOR: environment.get(COORDINATOR, ""), PROCESSES: environment.get(PROCESSES), PROCESS: number}
     for name, value in values.items():
         if not value:
-            raise DhelixError(f"{name} is not set: a job needs {COORDINATOR}=host:port, {PROCESSES} and {PROCESS}")
+            raise DhelixError(f"{name} is not set: a job needs {COORDINATOR}=host:port, {PROCESSES} and {PROCESS}, or "
+                              "--coordinator, --num_processes and --process_id")  # fmt: skip
         if name != COORDINATOR and not value.isdecimal():
             raise DhelixError(f"{name}={value} is not a whole number")
     ids = _numbers(environment.get("JAX_LOCAL_DEVICE_IDS", ""))
@@ -107,8 +108,8 @@ def _checked(place: Place) -> Place:
         raise DhelixError(f"the coordinator is {place.coordinator!r}: give host:port of process 0 in {COORDINATOR}")
     if not 0 <= place.process < place.processes:
         raise DhelixError(
-            f"{place.found_by} says that this is process {place.process} of {place.processes}; processes are numbered "
-            f"from 0 to {place.processes - 1}"
+            f"this is process {place.process} of {place.processes} by {place.found_by}; processes are numbered from 0 "
+            f"to {place.processes - 1}"
         )
     return place
 
@@ -119,7 +120,7 @@ def _nothing(environment: Mapping[str, str]) -> None:
             f"this is a pod of an indexed Job, but {COORDINATOR} and {PROCESSES} are not set: use the job of `dhelix "
             "launch --template jobset`, or pip install 'jax[k8s]', so that JAX asks the cluster"
         )
-    if "SLURM_JOB_ID" in environment and "SLURM_PROCID" not in environment:
+    if "SLURM_JOB_ID" in environment and "SLURM_STEP_NODELIST" not in environment:  # a batch script has SLURM_PROCID=0
         raise DhelixError("this is a job of Slurm, but no step of it: start with `srun dhelix launch ...`, or give "
                           "--processes to use this node alone")  # fmt: skip
 

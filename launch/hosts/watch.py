@@ -7,6 +7,7 @@ A program that fails by itself has said so. If its output is on the screen, noth
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from dhelix.launch.hosts import orphans
 from dhelix.launch.hosts.children import Child
 
 _POLL = 0.05  # seconds
@@ -27,6 +29,7 @@ _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 _GONE = "it was killed, or its host is down; look at its log"
 _UNHEARD = re.compile(r"Task (\d+) heartbeat timeout|tasks? (?:is|are) unhealthy[^\n]*\n\s*(\d+)")
+_UNJOINED_JOB = re.compile(r"DEADLINE_EXCEEDED[^\n]*\s+RPC: \S*/RegisterTask")
 _COORDINATOR = re.compile(r"Failed to send RPC to coordination service|leader task was preempted")
 
 
@@ -34,16 +37,22 @@ class Watch:
     """Watches processes of one job.
 
     Args:
-      children: the processes, in the order of their numbers.
+      children: the processes, in the order of their numbers. They may be started later.
       total: number of processes in the job.
       heartbeat: seconds after which JAX misses a process.
+
+    Attributes:
+      names_files: whether a message says where the output is that was not shown.
     """
 
     def __init__(self, children: Sequence[Child], total: int, heartbeat: int) -> None:
         self._children, self._total, self._heartbeat = children, total, heartbeat
         self._received: list[int] = []
+        self.names_files = False
+        orphans.adopt()
         for number in _PASSED_ON:
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as below nohup; the processes inherit that
+                signal.signal(number, self._receive)
 
     def run(self) -> int:
         """Waits until all have ended. Returns the exit status: that of the first process that failed."""
@@ -56,9 +65,13 @@ class Watch:
             if (first.code() or 0) > 0:  # it may have failed as process 0 will, which is on the screen
                 self._wait(self._children[:1], _ALIKE if "joined" in first.said else _UNJOINED)
         self._stop([child for child in self._children if child.code() is None])
+        orphans.end()
         self._close()
-        if not self._received and (words := self._words(first)):
-            print(words, file=sys.stderr, flush=True)
+        words = "" if self._received else self._words(first)
+        self.names_files = bool(words or self._received)
+        where = self._where() if self._received or (words and first.output.file is None) else ""
+        for line in filter(None, (words, where)):
+            print(line, file=sys.stderr, flush=True)
         return _status(first)
 
     def _first_failure(self) -> Child | None:
@@ -97,7 +110,7 @@ class Watch:
         again = number in self._received
         self._received += [number] if number in _ENDING else []
         for child in self._children:
-            if again or number != signal.SIGINT or not sys.stdin.isatty():
+            if again or number != signal.SIGINT or not _in_foreground():
                 child.send(signal.SIGKILL if again else number)
 
     def _words(self, first: Child) -> str:
@@ -120,6 +133,16 @@ class Watch:
             lines += [f"the end of {first.output.file}:", *(f"  {line}" for line in first.output.last_lines())]
         return "\n".join(lines)
 
+    def _where(self) -> str:
+        """Says where the output is that was not shown; "" if all was."""
+        hidden = [child for child in self._children if child.output.file is not None]
+        if not hidden:
+            return ""
+        whose, file = f"process {hidden[0].number}", hidden[0].output.file
+        if file is not None and len(self._children) > 1:
+            whose, file = "the other processes", file.parent
+        return f"dhelix launch: the output of {whose} is in {file}"
+
     def _reason(self, child: Child) -> str:
         """Which other process, of those that are not ours to see, made this one fail; "" if none did."""
         if child.said.get("because"):
@@ -129,9 +152,23 @@ class Watch:
         if found := _UNHEARD.search(text):
             number = next(filter(None, found.groups()))
             return f"{_named(number, hosts)} gave no sign of life for {self._heartbeat} s; {_GONE}"
+        if _UNJOINED_JOB.search(text):
+            return (
+                f"not all {self._total} processes joined the job in time: one was not started, or ended before it "
+                "joined, or does not reach process 0; look at their logs"
+            )
         if _COORDINATOR.search(text) and child.number != 0:
             return f"{_named('0', hosts)}, which runs JAX's coordinator, does not answer; {_GONE}"
         return ""
+
+
+def _in_foreground() -> bool:
+    """Whether Ctrl-C on our terminal reaches this process and those that share its group."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
+        return False
 
 
 def _named(number: str, hosts: dict[str, str]) -> str:

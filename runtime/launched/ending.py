@@ -16,6 +16,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -69,6 +70,7 @@ def _at_exit(mine: Task, process: int) -> None:
     code = 130 if interrupted else 1 if error is not None else next(iter(_code), 0)
     if not code or os.getpid() != process:
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may arrive twice, from the terminal and from the launcher
     sys.stdout.flush()
     sys.stderr.flush()
     store = jax_compat.coordination_client()

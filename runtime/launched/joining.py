@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dhelix.errors import DhelixError
@@ -24,6 +26,7 @@ from dhelix.runtime.launched.task import Task
 from dhelix.runtime.undecorated.start import when_jax_is_imported
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_PATIENCE = 30.0  # seconds for which a process waits for others before it says so
 
 
 def start() -> None:
@@ -46,7 +49,8 @@ def _prepare(mine: Task) -> None:
 
     @functools.wraps(original)
     def initialize(*positional: Any, **named: Any) -> None:
-        original(**arguments(mine, positional, named))
+        with _patience(mine):
+            original(**arguments(mine, positional, named))
         mine.tell(joined=True)
 
     jax.distributed.initialize = initialize
@@ -80,10 +84,29 @@ def _join(mine: Task) -> None:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
         words = " ".join(str(error).split())
+        advice = "check that process 0 runs, and that this host reaches its port"
+        if "start RPC server" in words:  # process 0 itself
+            advice = "its port is in use, perhaps by an earlier job; choose another"
         sys.exit(
             f"dhelix launch: process {mine.process} cannot join the {mine.processes} processes at {mine.coordinator}: "
-            f"{words}; check that process 0 runs, and that this host reaches its port"
+            f"{words}; {advice}"
         )
+
+
+@contextlib.contextmanager
+def _patience(mine: Task) -> Iterator[None]:
+    """Says after a while that this process still waits for others, one of which may have died before it joined."""
+    words = (
+        f"dhelix launch: process {mine.process} has waited {_PATIENCE:.0f} s for all {mine.processes} processes to "
+        "join the job; look whether each was started and still runs"
+    )
+    timer = threading.Timer(_PATIENCE, lambda: print(words, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check(mine: Task) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 VARIABLE = "DHELIX_LAUNCH"
@@ -32,6 +32,7 @@ class Task:
       check: whether all processes are checked before the program uses devices.
       mesh: sizes of mesh axes, outermost first, whose bandwidth is measured.
       launcher: process id of the launcher.
+      pid: this process, once it has started; 0 before. Children that the launcher adopts are other ones.
       pipe: file descriptor to which the process writes what it tells the launcher; -1: none.
     """
 
@@ -43,6 +44,7 @@ class Task:
     check: bool = True
     mesh: Mapping[str, int] = field(default_factory=dict)
     launcher: int = 0
+    pid: int = 0
     pipe: int = -1
 
     def dumps(self) -> str:
@@ -65,4 +67,8 @@ def mine() -> Task | None:
     """The task of this process. None if the launcher started not this process, but perhaps one of its parents."""
     text = os.environ.get(VARIABLE)
     task = loads(text) if text else None
-    return task if task is not None and task.launcher == os.getppid() else None
+    if task is None or task.launcher != os.getppid() or task.pid not in (0, os.getpid()):
+        return None
+    task = replace(task, pid=os.getpid())
+    os.environ[VARIABLE] = task.dumps()
+    return task

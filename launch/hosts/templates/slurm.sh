@@ -13,4 +13,4 @@ set -euo pipefail
 
 # One process on each node has all GPUs of the node. JAX's own detection of Slurm finds the coordinator.
 srun --kill-on-bad-exit=1 --cpu-bind=none \
-    dhelix launch --heartbeat ${heartbeat} --logs "logs/$${SLURM_JOB_ID}" ${program}
+    ${in_shell} ${program}

@@ -78,6 +78,7 @@ def test_no_scheduler_and_a_pod_of_no_job_are_no_job(monkeypatch: pytest.MonkeyP
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES is not set"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, "--template jobset"),
         ({"SLURM_JOB_ID": "77"}, "srun dhelix launch"),
+        ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "srun dhelix launch"),  # a batch script
         (OPEN_MPI | {"OMPI_VERSION": "5.0.3"}, "requires mpi4py"),
     ],
 )

@@ -24,6 +24,24 @@ def template(capsys: pytest.CaptureFixture[str], kind: str, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def expanded(words: list[str]) -> list[str]:
+    """What Kubernetes makes of a command, where no name in $(NAME) is known."""
+    return [word.replace("$$", "$") for word in words]
+
+
+@pytest.mark.parametrize("kind", ["slurm", "jobset", "dockerfile"])
+def test_flags_of_launch_are_in_the_job(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    text = template(capsys, kind, "--mesh", "dp=2,tp=8", "--nocheck", "--heartbeat=20", "--log", "all", "train.py")
+    words = re.sub(r'[",]+', "", text.replace("dp=2,tp=8", "dp=2;tp=8"))
+    assert "dhelix launch --heartbeat 20 --nocheck --log all --mesh dp=2;tp=8" in words
+
+
+def test_kubernetes_expands_no_variable_in_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    job = yaml.safe_load(template(capsys, "jobset", "train.py", "$(HOSTNAME)", "😀"))
+    command = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-2:] == ["$$(HOSTNAME)", "😀"]  # $$( is how Kubernetes writes $( itself
+
+
 def test_slurm_reads_the_directives_and_bash_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     text = template(capsys, "slurm", "--nodes", "4", "--gpus_per_node=2", "--time", "2-00", *PROGRAM)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
@@ -51,7 +69,7 @@ def test_a_jobset_has_the_fields_of_its_schema(capsys: pytest.CaptureFixture[str
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
     (container,) = spec["template"]["spec"]["containers"]
     assert spec["template"]["spec"]["restartPolicy"] in ("Never", "OnFailure")
-    assert container["image"] == "r.io/a:1" and container["command"][-len(PROGRAM) :] == list(PROGRAM)
+    assert container["image"] == "r.io/a:1" and expanded(container["command"][-len(PROGRAM) :]) == list(PROGRAM)
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     variables = {one["name"]: one.get("value") for one in container["env"]}
     assert all(value is None or isinstance(value, str) for value in variables.values())  # Kubernetes takes no numbers
@@ -78,6 +96,9 @@ def test_a_dockerfile_has_instructions_alone(capsys: pytest.CaptureFixture[str])
         (("slurm", "--time", "soon"), "--time 'soon'"),
         (("jobset", "--name", "My_Job"), "--name 'My_Job'"),
         (("jobset", "--image", "a b"), "--image 'a b'"),
+        (("slurm", "--processes", "2"), "leave out --processes"),
+        (("slurm", "--mesh", "dp"), "--mesh dp"),
+        (("slurm", "-m"), "give a program"),
     ],
 )
 def test_a_value_that_no_scheduler_takes_is_refused(

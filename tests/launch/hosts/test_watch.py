@@ -48,6 +48,16 @@ def test_the_others_are_in_files_or_shown_with_their_numbers(tmp_path: Path) -> 
     assert sorted(done.stderr.splitlines()) == ["[0] err 0", "[1] err 1"]
 
 
+def test_a_job_whose_output_nobody_reads_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nfor n in range(30): time.sleep(0.05); print(n)\n")
+    words = f"{sys.executable} -m dhelix launch --processes 2 --log all program.py | head -1; exit ${{PIPESTATUS[0]}}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_killed_process_is_named_and_the_others_end(tmp_path: Path) -> None:
     start = time.monotonic()
     done = launch(tmp_path, "--processes", "3", "--logs", "logs", "program.py", "kill", "2")
@@ -64,12 +74,68 @@ def test_a_program_that_fails_where_one_sees_it_says_so_alone(tmp_path: Path, wh
     assert done.stderr.startswith('err 0\nTraceback (most recent call last):\n  File "')
     assert "sitecustomize" not in done.stderr
     assert done.stderr.endswith("ValueError: the program's own\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]  # no folder that nobody knows of
 
 
 def test_a_program_that_fails_out_of_sight_is_named(tmp_path: Path) -> None:
     done = launch(tmp_path, "--processes", "2", "program.py", "exit", "1")
     assert done.returncode == 3
     assert "process 1 (pid" in done.stderr and "ended with exit status 3; the other was stopped" in done.stderr
+    (folder,) = tmp_path.glob("dhelix-launch-*")
+    assert f"the end of {folder}/process-1.log" in done.stderr
+
+
+def test_after_a_kill_of_process_0_one_knows_where_the_others_wrote(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--processes", "2", "program.py", "kill", "0")
+    (folder,) = tmp_path.glob("dhelix-launch-*")
+    assert f"dhelix launch: the output of the other processes is in {folder}\n" in done.stderr
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["a terminal", "nohup"])
+def test_a_second_signal_kills_unless_it_is_ignored(tmp_path: Path, ignored: bool) -> None:
+    (tmp_path / "program.py").write_text(
+        "import glob, os, signal, time\n"
+        "if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN: signal.signal(signal.SIGHUP, lambda *_: None)\n"
+        "open(f'ready-{os.getpid()}', 'w').close()\nwhile len(glob.glob('ready-*')) < 2: time.sleep(0.1)\n"
+        "print(flush=True)\nfor _ in range(40): time.sleep(0.1)\n"
+    )
+    words = ["nohup"] * ignored + [sys.executable, "-m", "dhelix", "launch", "--processes", "2", "program.py"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        for _ in range(2):
+            launcher.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+        _, said = launcher.communicate(timeout=50)
+    assert launcher.returncode == (0 if ignored else 128 + signal.SIGKILL)
+    assert ("the output of the other processes is in" in said) != ignored
+    assert bool(list(tmp_path.glob("dhelix-launch-*"))) != ignored
+
+
+def test_a_job_that_not_all_processes_join_says_so(tmp_path: Path) -> None:
+    said_by_jax = "absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.X/RegisterTask\n"
+    (tmp_path / "ends.py").write_text(f"import os, sys\nsys.stderr.write({said_by_jax!r})\nos.abort()\n")
+    done = launch(tmp_path, "--coordinator", "a:1", "--num_processes", "3", "--process_id", "1", "ends.py")
+    assert done.returncode == 128 + signal.SIGABRT
+    assert "dhelix launch: not all 3 processes joined the job in time: one was not started" in done.stderr
+    assert "; process 1 of 3 was ended by SIGABRT because of it\n" in done.stderr
+
+
+def test_what_a_killed_process_started_ends_and_is_not_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(
+        "import os, sys, time\nfrom dhelix.runtime.launched import task\n"
+        "open('child', 'w').write(f'{os.getpid()} {task.mine()}\\n')\ntime.sleep(60)\n"
+    )
+    (tmp_path / "starts.py").write_text(
+        "import os, signal, sys, time\nos.system(f'{sys.executable} child.py &')\n"  # the shell ends at once
+        "while not os.path.exists('child') or not open('child').read().endswith('\\n'): time.sleep(0.1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert launch(tmp_path, "--processes", "1", "starts.py").returncode == 128 + signal.SIGKILL
+    number, task = (tmp_path / "child").read_text().split()
+    assert task == "None" and not Path(f"/proc/{number}").exists()
 
 
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:

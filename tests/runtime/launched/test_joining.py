@@ -18,7 +18,10 @@ def test_a_task_is_that_of_the_launchers_own_child(monkeypatch: pytest.MonkeyPat
     assert task.mine() is None
     told = replace(TASK, launcher=os.getppid())
     monkeypatch.setenv(task.VARIABLE, told.dumps())
-    assert task.mine() == told
+    started = replace(told, pid=os.getpid())
+    assert task.mine() == started and task.mine() == started
+    monkeypatch.setenv(task.VARIABLE, replace(told, pid=1).dumps())  # its parent has ended, and the launcher adopted it
+    assert task.mine() is None
     monkeypatch.setenv(task.VARIABLE, replace(TASK, launcher=os.getpid()).dumps())  # meant for a parent of ours
     assert task.mine() is None
 
