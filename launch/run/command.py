@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         raise DhelixError("-m needs the name of a module")
     sys.stdout.flush()
     sys.stderr.flush()
+    changed = environment(replace(policy, process=os.getpid()), os.environ)  # the program keeps this number
     os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **changed})
 
 

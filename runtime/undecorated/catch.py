@@ -131,8 +131,13 @@ def report() -> str:
 
 
 def _at_exit(made: Catch, policy: Policy, process: int) -> None:
-    """Prints and writes the report, in the process that installed the catcher, and only if it compiled a step."""
-    if os.getpid() != process or not made.seen:
+    """Prints and writes the report, in the process that installed the catcher.
+
+    If it compiled no step, it reports nothing: a helper, or a program that failed. The program of `dhelix run` itself
+    then still says so.
+    """
+    failed = hasattr(sys, "last_exc")  # Python has printed a traceback
+    if os.getpid() != process or not (made.seen or (process == policy.process and not failed)):
         return
     if jax_compat.coordination_client() is not None and jax_compat.process_number():
         return

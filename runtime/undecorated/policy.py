@@ -38,6 +38,8 @@ class Policy:
       functions: further options by pattern. Later patterns override earlier ones.
       report: file for the report as JSON; "" for none.
       quiet: whether nothing is printed at the end.
+      process: the process that reports even if it compiled no step; 0: none. Others, such as those that load data, then
+        say nothing.
 
     Raises:
       DhelixError: an option is unknown, or neither `disable` nor one that has a flag.
@@ -49,6 +51,7 @@ class Policy:
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     report: str = ""
     quiet: bool = False
+    process: int = 0
 
     def __post_init__(self) -> None:
         # verify compares two calls, and only a decorator sees calls.

@@ -42,6 +42,8 @@ def text(seen: Sequence[Seen], others: int) -> str:
     Args:
       others: number of programs that are not in `seen`, because they run on one device or take no gradients.
     """
+    if not seen and not others:
+        return "dhelix run: the program compiled nothing"
     changed = [one for one in seen if one.outcome == CHANGED]
     runs = "runs" if len(changed) == 1 else "run"
     lines = [f"dhelix run: {len(changed)} of {len(seen) + others} programs {runs} as two strands"]

@@ -76,7 +76,22 @@ print("caught", hasattr(pxla.MeshComputation.compile, "__wrapped__"))
     (tmp_path / "script.py").write_text(script)
     words = [sys.executable, "-m", "dhelix", "run", "script.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("caught True\n", "")
+    assert (done.stdout, done.stderr) == ("caught True\n", "dhelix run: the program compiled nothing\n")
+
+
+def test_a_program_on_one_device_gets_a_report_and_its_helpers_do_not(tmp_path: Path) -> None:
+    script = """
+import subprocess, sys, jax
+jax.jit(lambda x: x + 1)(1.0)
+if not sys.argv[1:]:
+    subprocess.run([sys.executable, sys.argv[0], "helper"], check=True)
+"""
+    (tmp_path / "script.py").write_text(script)
+    words = [sys.executable, "-m", "dhelix", "run", "--report", "r.json", "script.py"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.count("0 of") == 1 and "on one device, or without gradients" in done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["programs"] == []
 
 
 def test_a_traceback_is_the_programs_own(tmp_path: Path) -> None:
