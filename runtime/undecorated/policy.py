@@ -114,7 +114,7 @@ def of_file(path: str) -> Mapping[str, Any]:
         raise DhelixError(f"{path}: cannot be read ({error.strerror}): check the path of --options") from None
     except ValueError as error:
         raise DhelixError(f"{path}: no TOML file ({error})") from None
-    known = {one.name for one in fields(Policy)} - {"report", "quiet"}
+    known = {one.name for one in fields(Policy)} - {"report", "quiet", "process"}
     for name in found.keys() - known:
         raise DhelixError(f"{path}: {name!r} is unknown; it may have {', '.join(sorted(known))}")
     for name in ("only", "skip"):
