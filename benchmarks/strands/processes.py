@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from dhelix.benchmarks.strands.variants import Setting
 from dhelix.errors import DhelixError
 from dhelix.runtime.compiler import autotune_results
 from dhelix.runtime.processes.nodes import emulated_nodes
+from dhelix.runtime.processes.this_machine import free_port
 
 PART_DONE = "dhelix: this part is done"
 _CHOICES, _CHOSEN = "autotune.pbtxt", "autotune.part.pbtxt"
@@ -156,11 +156,8 @@ def places(
         return [({}, {**base, "JAX_PLATFORMS": "cpu,cuda"})]
     if setting.nodes == 1:
         return [({}, base)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     gpus = arguments.dp * max(arguments.ep, 1) * arguments.cp * arguments.tp
-    nodes = emulated_nodes(setting.nodes, gpus // setting.nodes, port)
+    nodes = emulated_nodes(setting.nodes, gpus // setting.nodes, free_port())
     return [
         ({"coordinator": n.coordinator, "process": n.process, "devices": n.local_device_ids}, {**base, **n.environment})
         for n in nodes

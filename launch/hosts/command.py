@@ -28,6 +28,7 @@ from dhelix.launch.hosts.templates import fill
 from dhelix.launch.hosts.watch import Watch
 from dhelix.launch.run import command as undecorated
 from dhelix.runtime.launched.task import VARIABLE, Task
+from dhelix.runtime.processes.this_machine import free_port
 from dhelix.runtime.undecorated.policy import Policy, of_file
 
 
@@ -85,13 +86,13 @@ def _places(chosen: Mapping[str, Any]) -> list[Place]:
             "CUDA_VISIBLE_DEVICES"
         )
     each = len(gpus) // total
-    coordinator = f"127.0.0.1:{place.free_port()}"
+    coordinator = f"127.0.0.1:{free_port()}"
     return [Place("this machine", coordinator, total, n, tuple(gpus[n * each : (n + 1) * each])) for n in range(total)]
 
 
 def _environment(chosen: Mapping[str, Any]) -> dict[str, str]:
     """The variables of each process, without its task."""
-    policy = Policy(**{} if chosen["options"] is None else of_file(chosen["options"]))
+    policy = undecorated.checked(Policy(**{} if chosen["options"] is None else of_file(chosen["options"])))
     found = {**os.environ, **undecorated.environment(policy, os.environ)}
     found.setdefault("PYTHONUNBUFFERED", "1")  # JAX may end the process without flushing
     if not chosen["interleave"]:

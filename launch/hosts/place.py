@@ -9,13 +9,13 @@ Plain variables come first, so they also serve schedulers that JAX does not know
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError
+from dhelix.runtime.processes.this_machine import gpus_here, visible_gpus
 
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _POD = "JOB_COMPLETION_INDEX"  # in each pod of an indexed Job of Kubernetes, and so of a JobSet
@@ -144,19 +144,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise DhelixError(f"JAX_LOCAL_DEVICE_IDS={text}: give numbers of GPUs, separated by commas") from None
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def local_gpus(environment: Mapping[str, str]) -> list[int]:
     """The numbers of the GPUs that processes of this machine can use, counted among the visible ones."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return list(range(len([word for word in visible.split(",") if word.strip() not in ("", "-1")])))
-    folder = "/proc/driver/nvidia/gpus"
-    return list(range(len(os.listdir(folder)))) if os.path.isdir(folder) else []
+    named = visible_gpus(environment)
+    return list(range(gpus_here()[1] if named is None else named))

@@ -18,8 +18,6 @@ import json
 import os
 import queue
 import re
-import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +29,7 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.processes.nodes import emulated_nodes
+from dhelix.runtime.processes.this_machine import free_port, gpus_here
 
 _LINKS: Mapping[str, Mapping[str, str]] = {"nvlink": {}, "no-p2p": {"NCCL_P2P_DISABLE": "1"}, "two-nodes": {}}
 _PATIENCE = 10  # seconds that a worker gets to end itself before it is killed
@@ -38,19 +37,6 @@ _PATIENCE = 10  # seconds that a worker gets to end itself before it is killed
 
 class SilentError(DhelixError):
     """A worker has said nothing for too long."""
-
-
-def gpus_here() -> tuple[str, int]:
-    """The kind of this machine's GPUs (empty if nvidia-smi does not say), and the number of visible GPUs.
-
-    The answer comes from the driver. JAX is not asked, because it would reserve the GPUs for this process.
-    """
-    kinds = _nvidia_smi()
-    count = len(kinds) or sum(1 for p in Path("/dev").glob("nvidia[0-9]*"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        count = min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
-    return kinds[0] if kinds else "", count
 
 
 def environments(
@@ -78,7 +64,7 @@ def environments(
     if link != "two-nodes":
         yield None, environment
         return
-    for node in emulated_nodes(2, (gpus or count) // 2, _free_port()):
+    for node in emulated_nodes(2, (gpus or count) // 2, free_port()):
         place: dict[str, Any] = {
             "coordinator": node.coordinator,
             "processes": node.processes,
@@ -195,19 +181,3 @@ def end_with_stdin() -> None:
 def tell(**what: Any) -> None:
     """Prints a message of a worker."""
     print(json.dumps(what), flush=True)
-
-
-def _nvidia_smi() -> list[str]:
-    """Names of the GPUs, according to nvidia-smi; empty if nvidia-smi is missing or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=name", "--format=csv,noheader"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()] if found.returncode == 0 else []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

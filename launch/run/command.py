@@ -33,11 +33,11 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if chosen["verbose"]:
         raise DhelixError("--verbose shows passes, which the report sums up; leave it out, or decorate the step")
     policy = policy_of(chosen)
-    changed = environment(policy, os.environ)
     if chosen["env"]:
         if arguments:
             raise DhelixError(f"--env runs nothing: leave out {arguments[0]}, and start it with the printed variables")
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in changed.items()))
+        for name, value in environment(policy, os.environ).items():
+            print(f"export {name}={shlex.quote(value)}")
         return 0
     if not arguments:
         raise DhelixError("give a program: a script, or -m and a module; see `dhelix run --help`")
@@ -45,8 +45,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         raise DhelixError("-m needs the name of a module")
     sys.stdout.flush()
     sys.stderr.flush()
-    changed = environment(replace(policy, process=os.getpid()), os.environ)  # the program keeps this number
-    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **changed})
+    policy = replace(policy, process=os.getpid())  # the program keeps this number
+    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **environment(policy, os.environ)})
 
 
 def policy_of(chosen: Mapping[str, Any]) -> Policy:
@@ -63,6 +63,11 @@ def policy_of(chosen: Mapping[str, Any]) -> Policy:
         "" if chosen["report"] is None else str(Path(chosen["report"]).absolute()),
         chosen["quiet"],
     )
+    return checked(policy)
+
+
+def checked(policy: Policy) -> Policy:
+    """`policy`. Raises DhelixError if its options do not fit together, or a plan that they name cannot be read."""
     for given in (policy.options, *({**policy.options, **own} for own in policy.functions.values())):
         options = StepOptions(**given)
         for plan in filter(None, (options.plan, options.tuning)):

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dhelix.passes.sharding import overlap as hiding
 from dhelix.passes.sharding.collective_times import (
@@ -299,9 +299,6 @@ class _Step:
         number, one = self._buckets(group, shards, count)
         beside = self._same_links(group, busy)
         exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1, beside)
-        if name == "accumulation" and self.strands:
-            window = max(self.job.forward + self.job.backward - beside, 0.0)
-            exposed = min(exposed, hiding.paired(window, number * one, self.overlap, group.nodes > 1))
         return Part(name, count * number * one, count * exposed)
 
     def _same_links(self, group: Factor, busy: float) -> float:
@@ -320,7 +317,13 @@ class _Step:
     def accumulation(self, busy: float) -> Part:
         """T_g: gradients of the other micro-batches, where gradients are sharded more than parameters."""
         group = self.factors.gradients / self.factors.parameters
-        return self._reduction("accumulation", group, group, self.job.batch.microbatches - 1, busy)
+        count = self.job.batch.microbatches - 1
+        part = self._reduction("accumulation", group, group, count, busy)
+        if not self.strands:
+            return part
+        window = max(self.job.forward + self.job.backward - self._same_links(group, busy), 0.0)
+        beside = hiding.paired(window, part.total / count, self.overlap, group.nodes > 1)
+        return replace(part, exposed=min(part.exposed, count * beside))
 
     def broadcast(self, busy: float) -> Part:
         """T_os1: updated parameters, from the devices that updated them.

@@ -11,7 +11,7 @@ The plain step is compiled once. Where each number comes from:
     other memory           the formulas of `memory.py`, corrected by memory_analysis() of the plain step
     compute                the schedule of the plain step, with the profile of its GPUs
     collectives            the profile of its GPUs (`collective_times.py`)
-    type of summed gradients   the reductions of the plain step (`summed_bytes`)
+    type of sums           the reductions of the plain step (`summed_bytes`)
     compute of a layer     in proportion to its parameters: a guess
 """
 

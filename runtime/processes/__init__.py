@@ -7,6 +7,7 @@
     first_run.py        the points at which a decorated step takes part in meetings
     launch_settings.py  the launch setting of this process, and the launch setting of a plan
     nodes.py            which devices share a node, and one machine that emulates several nodes
+    this_machine.py     the GPUs and free ports of this machine, without jax
 
 If hosts run different programs, or run collectives in different orders, they wait for each other for ever. Neither JAX
 nor NCCL reports this. Every wait in these modules has a timeout. There are no meetings in a job of one process, or for

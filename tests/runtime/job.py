@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+from dhelix.runtime.processes.this_machine import free_port
 
 _TIMEOUT = 120.0  # seconds
 
@@ -19,12 +20,6 @@ class Ended(NamedTuple):
     status: int
     output: str
     errors: str
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run(

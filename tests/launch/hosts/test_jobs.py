@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dhelix.launch.hosts import place
+from dhelix.runtime.processes.this_machine import free_port
 
 PROGRAM = """
 import os, signal, sys
@@ -72,7 +72,7 @@ def start(folder: Path, variables: Mapping[str, str], *words: str) -> subprocess
 
 def job(folder: Path, kind: str, *words: str) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of four processes that a scheduler starts."""
-    port = place.free_port()
+    port = free_port()
     flags = ("-m", "dhelix", "launch", "--cpu_devices", "1", "--heartbeat", "5")
     launched = [start(folder, scheduler(kind, n, port), *flags, *words) for n in range(4)]
     return [(one.returncode, *said) for one in launched for said in [one.communicate(timeout=100)]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import lowering, registration
 from dhelix.runtime.compiler.registration import Session
+from dhelix.runtime.processes.this_machine import free_port
 
 CALLS: list[str] = []
 
@@ -188,12 +188,6 @@ jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
 print(compile_step([Look()]).report()["look"].outcome)
 """
     assert in_process(script.replace("{port}", str(free_port()))) == report.UNCHANGED
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 WARM_CACHE = """
