@@ -93,8 +93,8 @@ def _show(hosts: list[str], versions: dict[str, str], found: list[tuple[Way, flo
     for column in ("devices", "GB/s into each", "by the profile"):
         table.add_column(column, justify="right")
     for way, measured, expected in found:
-        known = "no profile" if expected is None else f"{expected / 1e9:,.1f}"
-        table.add_row(way.name, str(way.size), f"{measured / 1e9:,.1f}", known)
+        known = "no profile" if expected is None else _gigabytes(expected)
+        table.add_row(way.name, str(way.size), _gigabytes(measured), known)
     console.print(table)
     for way, measured, expected in found:
         if expected is not None and measured < _SLOW * expected:
@@ -104,3 +104,7 @@ def _show(hosts: list[str], versions: dict[str, str], found: list[tuple[Way, flo
                 soft_wrap=True,
             )
     sys.stderr.flush()
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:,.1f}" if rate >= 1e9 else f"{rate / 1e9:.2g}"  # CPUs may have less than 0.05
