@@ -152,7 +152,8 @@ class _Tuning:
             str(self.records),
         )
         say(self._console, f"{name}: {'tunes each collective' if minutes else 'measures a step'}")
-        variables = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache"), **environment}
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(self._folder / "cache")
+        variables = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": cache, **environment}
         place = Place(setting, self._chosen["link"], variables, self._gpus)
         return Row(setting, environment, processes.tuned(request, place, self._told), out)
 

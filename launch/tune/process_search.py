@@ -2,11 +2,16 @@
 
     found = search(evaluate, fixed={"NCCL_NTHREADS"})      # evaluate(environment) -> seconds of a step
 
-NCCL reads these variables once, so each candidate needs a process of its own. Coordinate descent: one variable after
-the other takes the value that is fastest with the others as they are. Variables that the launch setting sets, or the
-user, stay as they are.
+NCCL reads these variables once, so each candidate needs a process of its own. Buffers and channels belong together: all
+channels' buffers together should fit the cache of what they lie in. So smaller buffers alone are slower, more channels
+alone too, and both together can be faster.
 
-Cost: at most one process for each value, and one for the start.
+    1  the process as it is
+    2  pairs of buffers and channels       all with the same bytes together
+    3  descent from the fastest pair       one place up or down, buffers and channels apart
+    4  threads                             with the fastest pair, or without one if none is faster
+
+Variables that the launch setting sets, or the user, stay as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +21,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "NCCL_BUFFSIZE": ("262144", "1048576"),  # bytes of each channel's buffer; NCCL's default is 4 MiB
-    "NCCL_MIN_NCHANNELS": ("8", "16", "32"),
-    "NCCL_NTHREADS": ("256",),
-})  # fmt: skip
+BUFFER, CHANNELS, PEER_CHANNELS, THREADS = (
+    "NCCL_BUFFSIZE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MIN_P2P_NCHANNELS",
+    "NCCL_NTHREADS",
+)
+VARIABLES = (BUFFER, CHANNELS, PEER_CHANNELS, THREADS)
+
+_BUFFERS = (None, *(1 << n for n in range(21, 16, -1)))  # bytes of each channel's buffer; NCCL's own are 4 MiB
+_CHANNELS = (None, 8, 16, 32)
+_MOST_CHANNELS = 32
+_TOGETHER = 4 << 20
+"""Bytes of all buffers together, in step 2. A processor core's own cache has about as many."""
 
 _FASTER = 0.005
 """A step must be faster by this fraction. Each process is measured once, so less may be chance."""
@@ -49,22 +62,77 @@ def search(evaluate: Callable[[Mapping[str, str]], float], fixed: Collection[str
         StopIteration if the time is over.
       fixed: variables that stay as they are.
     """
-    tried: list[tuple[Mapping[str, str], float]] = []
-    best: dict[str, str] = {}
-    least = math.inf
-
-    def attempt(environment: dict[str, str]) -> None:
-        nonlocal best, least
-        seconds = evaluate(environment)
-        tried.append((environment, seconds))
-        if seconds < least * (1.0 - _FASTER) or not math.isfinite(least):
-            best, least = environment, seconds
-
+    made = _Search(evaluate, fixed)
     try:
-        attempt({})
-        for name, values in VARIABLES.items():
-            for value in () if name in fixed else values:
-                attempt({**best, name: value})
+        made.run()
     except StopIteration:
         pass
-    return ProcessFound(MappingProxyType(dict(sorted(best.items()))), least, tuple(tried))
+    return made.found
+
+
+class _Search:
+    """One search. A place of the grid is a pair of indices: of a buffer, and of a number of channels."""
+
+    def __init__(self, evaluate: Callable[[Mapping[str, str]], float], fixed: Collection[str]) -> None:
+        self._evaluate, self._fixed = evaluate, fixed
+        self._buffers = _BUFFERS[:1] if BUFFER in fixed else _BUFFERS
+        self._channels = _CHANNELS[:1] if {CHANNELS, PEER_CHANNELS} & set(fixed) else _CHANNELS
+        self._known: dict[tuple[int, int], float] = {}
+        self._best, self._least = dict[str, str](), math.inf
+        self._tried: list[tuple[Mapping[str, str], float]] = []
+
+    @property
+    def found(self) -> ProcessFound:
+        return ProcessFound(MappingProxyType(dict(sorted(self._best.items()))), self._least, tuple(self._tried))
+
+    def run(self) -> None:
+        self._at((0, 0))
+        # Step 2.
+        starts = [place for place in self._grid() if self._is_start(place)]
+        for place in starts:
+            self._at(place)
+        # Step 3.
+        place = min(starts, key=self._at, default=None)
+        while place is not None:
+            place = next((near for near in self._near(place) if self._at(near) < self._at(place) * self._gained), None)
+        # Step 4.
+        if THREADS not in self._fixed:
+            self._attempt({**self._best, THREADS: "256"})
+
+    @property
+    def _gained(self) -> float:
+        return 1.0 - _FASTER
+
+    def _grid(self) -> list[tuple[int, int]]:
+        return [(b, c) for b in range(len(self._buffers)) for c in range(len(self._channels))]
+
+    def _is_start(self, place: tuple[int, int]) -> bool:
+        buffer, channels = self._buffers[place[0]], self._channels[place[1]]
+        if len(self._buffers) == 1 or len(self._channels) == 1:
+            return place != (0, 0)
+        return buffer is not None and channels is not None and buffer * channels == _TOGETHER
+
+    def _near(self, place: tuple[int, int]) -> list[tuple[int, int]]:
+        """The neighbours of a place that were not tried yet."""
+        b, c = place
+        near = [(b + 1, c), (b - 1, c), (b, c + 1), (b, c - 1)]
+        return [one for one in near if one in self._grid() and one not in self._known]
+
+    def _at(self, place: tuple[int, int]) -> float:
+        if place not in self._known:
+            self._known[place] = self._attempt(self._environment(place))
+        return self._known[place]
+
+    def _environment(self, place: tuple[int, int]) -> dict[str, str]:
+        buffer, channels = self._buffers[place[0]], self._channels[place[1]]
+        found = {} if buffer is None else {BUFFER: str(buffer)}
+        if channels is not None:
+            found |= {CHANNELS: str(channels), PEER_CHANNELS: str(min(2 * channels, _MOST_CHANNELS))}
+        return found
+
+    def _attempt(self, environment: dict[str, str]) -> float:
+        seconds = self._evaluate(environment)
+        self._tried.append((environment, seconds))
+        if seconds < self._least * self._gained or not math.isfinite(self._least):
+            self._best, self._least = environment, seconds
+        return seconds

@@ -14,6 +14,8 @@ A kernel carries the name of its instruction, with these exceptions:
     the first execution inside to the end of the last.
 """
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -77,17 +79,26 @@ def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]
 def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]]) -> list[Execution]:
     """The executions of a control-flow instruction, joined from the executions of the instructions inside.
 
-    Each execution of the control flow gets an equal share of the executions inside.
+    Each execution of the control flow gets an equal share of the executions inside. This holds for instructions that
+    ran as often as most of them say. The trace may have split or joined executions of the others. Each of these goes to
+    the nearest execution of the control flow.
     """
     count = counted_trips(instruction)
     if not count:
         return []
     runs = [times[i] for c in entered(instruction) for i in sequence_of(c) if i in times]
-    often = max((len(run) for run in runs), default=0) // count
-    parts = (
-        [e for run in runs for e in run[n * len(run) // often : (n + 1) * len(run) // often]] for n in range(often)
-    )
-    return [_joined(part, instruction.name) for part in parts]
+    counts = Counter(len(run) // count for run in runs if len(run) % count == 0)
+    if not counts:
+        return []
+    often = max(counts, key=lambda each: (counts[each], each))
+    whole = [run for run in runs if len(run) == often * count]
+    parts = [[e for run in whole for e in run[n * count : (n + 1) * count]] for n in range(often)]
+    spans = [_joined(part, instruction.name) for part in parts]
+    between = [(before.end + after.start) / 2.0 for before, after in itertools.pairwise(spans)]
+    for execution in (e for run in runs if len(run) != often * count for e in run):
+        n = bisect.bisect(between, execution.start)
+        spans[n] = _joined((spans[n], execution), instruction.name)
+    return spans
 
 
 def _joined(executions: Sequence[Execution], name: str = "") -> Execution:

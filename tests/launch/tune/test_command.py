@@ -14,7 +14,7 @@ import pytest
 from dhelix.launch import cli
 from dhelix.launch.profile import workers
 from dhelix.launch.tune import processes
-from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.launch.tune.process_search import CHANNELS, VARIABLES, search
 from dhelix.launch.tune.tables import Row, drawn
 from dhelix.launch.tune.worker import COMPILES, patience
 from dhelix.passes.plans import plan_files
@@ -223,6 +223,20 @@ def test_without_gpus_the_command_says_so(
     assert "this machine has none; run it there" in capsys.readouterr().err
 
 
+def test_buffers_and_channels_move_together() -> None:
+    def evaluate(environment: Mapping[str, str]) -> float:
+        if not environment:
+            return 1.0
+        buffer, channels = (
+            int(environment.get(name, most)) for name, most in (("NCCL_BUFFSIZE", 1 << 22), (CHANNELS, 4))
+        )
+        return 0.9 + 0.1 * abs(math.log2(buffer * channels / (8 << 20))) + 0.02 * abs(math.log2(channels / 16))
+
+    found = search(evaluate)
+    assert dict(found.environment) == {"NCCL_BUFFSIZE": "524288", CHANNELS: "16", "NCCL_MIN_P2P_NCHANNELS": "32"}
+    assert found.seconds == pytest.approx(0.9) and len(found.tried) <= 12
+
+
 def test_the_search_over_processes_keeps_what_the_user_set_and_survives_failures() -> None:
     tried: list[Mapping[str, str]] = []
 
@@ -233,7 +247,7 @@ def test_the_search_over_processes_keeps_what_the_user_set_and_survives_failures
         return 1.0 - 0.1 * ("NCCL_MIN_NCHANNELS" in environment)
 
     found = search(evaluate, fixed={"NCCL_BUFFSIZE"})
-    assert dict(found.environment) == {"NCCL_MIN_NCHANNELS": "8"} and found.seconds == 0.9
+    assert dict(found.environment) == {CHANNELS: "8", "NCCL_MIN_P2P_NCHANNELS": "16"} and found.seconds == 0.9
     assert not any("NCCL_BUFFSIZE" in environment for environment in tried) and len(found.tried) == len(tried)
 
     def late(environment: Mapping[str, str]) -> float:

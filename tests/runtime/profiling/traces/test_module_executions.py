@@ -82,3 +82,8 @@ def test_two_steps_in_a_trace_are_two_executions_of_the_loop() -> None:
 
 def test_other_programs_are_left_out() -> None:
     assert times([execution("unknown", 0, 10)]) == {}
+
+
+def test_one_kernel_that_the_trace_has_split_moves_no_loop() -> None:
+    split = [execution("product", 55, 58)]
+    assert times([*step(1, iterations=6), *split])["loop"] == [(0, 290), (300, 590)]
