@@ -46,6 +46,9 @@ BEFORE = "dhelix, before the new order"
 KINDS = (("ring", "simple"), ("ring", "ll128"), ("ring", "ll"), ("tree", "simple"))
 """Algorithms and protocols that step 2 tries. NCCL leaves out those that a communicator cannot run."""
 
+_DIFFERENT = 0.015
+"""Times of collectives that differ by less count as equal: the settings are then one and the same."""
+
 FAILED_FACTOR = 10.0
 """A measurement that failed counts as so many times slower than NCCL's defaults."""
 
@@ -152,11 +155,50 @@ class StepSearch:
         return less and new.whole <= old.whole * (1.0 + self._noise / 2.0)
 
     def _measure_map(self) -> None:
+        """Measures powers of two first, then the settings between two that differ.
+
+        A collective has no more channels than its communicator, so all settings above are one. The search leaves these
+        out.
+        """
+        between = [one for one in self._space.all() if one.channels & (one.channels - 1)]
         for setting in self._space.all():
-            self._told(f"all collectives {setting}")
-            for name, found in self._measure(self._of_all(setting)).items():
-                self._maps[name][setting] = found
-                self._better(name, found.whole, (setting,) * len(self._bodies[name].collectives))
+            if setting not in between:
+                self._measure_of_all(setting)
+        useful = self._space.channels[0]
+        for setting in between:
+            if self._may_differ(setting):
+                self._measure_of_all(setting)
+        for setting in self._space.all():
+            if self._differs_from_fewer(setting):
+                useful = max(useful, setting.channels)
+        self._space = Space(tuple(n for n in self._space.channels if n <= useful), self._space.chunks)
+
+    def _measure_of_all(self, setting: ChannelSetting) -> None:
+        self._told(f"all collectives {setting}")
+        for name, found in self._measure(self._of_all(setting)).items():
+            self._maps[name][setting] = found
+            self._better(name, found.whole, (setting,) * len(self._bodies[name].collectives))
+
+    def _may_differ(self, setting: ChannelSetting) -> bool:
+        """Whether the nearest measured settings with fewer and with more channels differ for some body."""
+        for each in self._maps.values():
+            fewer, more = _fewer(each, setting), _more(each, setting)
+            if fewer is None or more is None or self._differ(each[fewer], each[more]):
+                return True
+        return False
+
+    def _differs_from_fewer(self, setting: ChannelSetting) -> bool:
+        """Whether collectives of some body take another time with the next fewer channels that were measured."""
+        for each in self._maps.values():
+            fewer = _fewer(each, setting)
+            if setting in each and fewer is not None and self._differ(each[fewer], each[setting]):
+                return True
+        return False
+
+    @staticmethod
+    def _differ(one: BodyTimes, other: BodyTimes) -> bool:
+        times = sum(one.collectives), sum(other.collectives)
+        return abs(times[0] - times[1]) > _DIFFERENT * max(times)
 
     def _search_bodies(self) -> None:
         """Step 4. A search that is stopped ends with its best, so nothing that was measured is lost."""
@@ -249,6 +291,17 @@ class StepSearch:
             identity: NcclSetting(*self._chosen[name], one.channels, one.chunk if own_chunks else 0)
             for identity, one in zip(self._bodies[name].collectives, settings, strict=True)
         }
+
+
+def _fewer(measured: Iterable[ChannelSetting], setting: ChannelSetting) -> ChannelSetting | None:
+    """The measured setting with the next fewer channels, and the same chunk."""
+    alike = [one for one in measured if one.chunk == setting.chunk and one.channels < setting.channels]
+    return max(alike, key=lambda one: one.channels, default=None)
+
+
+def _more(measured: Iterable[ChannelSetting], setting: ChannelSetting) -> ChannelSetting | None:
+    alike = [one for one in measured if one.chunk == setting.chunk and one.channels > setting.channels]
+    return min(alike, key=lambda one: one.channels, default=None)
 
 
 def failed(bodies: Iterable[Body]) -> StepTimes:

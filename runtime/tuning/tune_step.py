@@ -66,7 +66,7 @@ _CHUNKS_FROM = (2, 30)
 _NO_MATTER = ("NCCL_DEBUG", "NCCL_TUNER_PLUGIN")
 """Variables that change no time."""
 
-_ROUNDS = 5
+_ROUNDS, _ROUNDS_OF_ONE = 5, 2
 _MOST_SLOWS = 4.0
 _LEAST_NOISE, _MOST_NOISE = 0.003, 0.03
 
@@ -289,13 +289,14 @@ class Tuning:
         """
         different = {digest(settings): settings for settings in candidates.values()}
         times: dict[str, list[float]] = {key: [] for key in different}
-        for turn in range(_ROUNDS):
+        rounds = _ROUNDS if len(different) > 1 else _ROUNDS_OF_ONE
+        for turn in range(rounds):
             for key, settings in different.items():
-                self._told(f"compares {len(different)} candidates, turn {turn + 1} of {_ROUNDS}")
+                self._told(f"compares {len(different)} candidates, turn {turn + 1} of {rounds}")
                 times[key].append(self._trials.seconds(settings))
         found = {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
         spread = statistics.stdev(times[digest(candidates[DEFAULTS])]) / found[DEFAULTS]
-        return found, min(max(2.5 * spread / math.sqrt(_ROUNDS), _LEAST_NOISE), _MOST_NOISE)
+        return found, min(max(2.5 * spread / math.sqrt(rounds), _LEAST_NOISE), _MOST_NOISE)
 
     def _rows(
         self,

@@ -14,9 +14,19 @@ from dhelix.errors import DhelixError
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.measurements import LimitReached
+from dhelix.passes.tuning.space import Space
 from dhelix.runtime.tuning import rounds, tune_step
 from dhelix.runtime.tuning.records import mark_failed
-from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, KINDS, TUNED, UNIFORM, StepSearch
+from dhelix.runtime.tuning.step_search import (
+    ALONE,
+    DEFAULTS,
+    KINDS,
+    TUNED,
+    UNIFORM,
+    StepSearch,
+    StepSettings,
+    StepTimes,
+)
 from dhelix.runtime.tuning.tune_step import Tuning
 from dhelix.runtime.tuning.tuned import Tuned, as_json
 from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SPACE, SimulatedStep
@@ -44,6 +54,20 @@ def test_all_overlaps_of_a_step_are_tuned_at_once() -> None:
     alone = SimulatedStep((0,))
     StepSearch(alone.bodies(), lambda s: alone.times(alone.bodies(), s), SPACE, 0.0, kinds=()).run()
     assert step.count <= 1.3 * alone.count
+
+
+def test_channels_above_those_of_the_communicator_are_not_searched() -> None:
+    step, most, tried = SimulatedStep(), 4, set[int]()
+
+    def capped(settings: StepSettings) -> StepTimes:
+        tried.update(one.channels for one in settings.values())
+        given = {i: replace(one, channels=min(one.channels, most)) for i, one in settings.items()}
+        return step.times(step.bodies(), given)
+
+    space = Space((1, 2, 4, 6, 8, 12, 16), SPACE.chunks[-1:])
+    found = StepSearch(step.bodies(), capped, space, 0.0, kinds=()).run()
+    assert tried <= {1, 2, 4, 8, 16}
+    assert all(one.channels <= most for one in found.candidates[TUNED].values())
 
 
 def test_a_body_keeps_the_algorithm_and_protocol_that_is_fastest_for_it() -> None:
