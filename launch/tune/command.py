@@ -42,6 +42,7 @@ from dhelix.launch.tune.tables import Row
 from dhelix.launch.tune.worker import Request
 from dhelix.passes.framework.fingerprint import of_bytes
 from dhelix.passes.plans import plan_files
+from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.tuning.records import read
@@ -114,7 +115,7 @@ class _Tuning:
                 if known := next((row for row in rows if (row.setting, row.environment) == (best, tried)), None):
                     return known.seconds[DEFAULTS]
                 if self._spent() > _PROCESS_SHARE * 60.0 * self._chosen["minutes"]:
-                    raise StopIteration
+                    raise LimitReached("the time for processes is over")
                 try:
                     rows.append(self._row(best, tried, 0.0))
                 except DhelixError as error:

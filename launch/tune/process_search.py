@@ -16,10 +16,13 @@ Variables that the launch setting sets, or the user, stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from dhelix.passes.tuning.measurements import LimitReached
 
 BUFFER, CHANNELS, PEER_CHANNELS, THREADS = (
     "NCCL_BUFFSIZE",
@@ -59,14 +62,12 @@ def search(evaluate: Callable[[Mapping[str, str]], float], fixed: Collection[str
 
     Args:
       evaluate: the seconds of a step in a process with these variables; infinity if it fails. It may raise
-        StopIteration if the time is over.
+        LimitReached if the time is over.
       fixed: variables that stay as they are.
     """
     made = _Search(evaluate, fixed)
-    try:
+    with contextlib.suppress(LimitReached):
         made.run()
-    except StopIteration:
-        pass
     return made.found
 
 
@@ -94,7 +95,7 @@ class _Search:
         # Step 3.
         place = min(starts, key=self._at, default=None)
         while place is not None:
-            place = next((near for near in self._near(place) if self._at(near) < self._at(place) * self._gained), None)
+            place = self._better(place)
         # Step 4.
         if THREADS not in self._fixed:
             self._attempt({**self._best, THREADS: "256"})
@@ -117,6 +118,13 @@ class _Search:
         b, c = place
         near = [(b + 1, c), (b - 1, c), (b, c + 1), (b, c - 1)]
         return [one for one in near if one in self._grid() and one not in self._known]
+
+    def _better(self, place: tuple[int, int]) -> tuple[int, int] | None:
+        """The first neighbour that is faster by more than chance."""
+        for near in self._near(place):
+            if self._at(near) < self._at(place) * self._gained:
+                return near
+        return None
 
     def _at(self, place: tuple[int, int]) -> float:
         if place not in self._known:

@@ -20,6 +20,7 @@ from dhelix.launch.tune.worker import COMPILES, patience
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
+from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.profiles.channels.nccl_setting import NcclSetting
 
 WORKER = """
@@ -252,7 +253,16 @@ def test_the_search_over_processes_keeps_what_the_user_set_and_survives_failures
 
     def late(environment: Mapping[str, str]) -> float:
         if environment:
-            raise StopIteration
+            raise LimitReached("late")
         return 1.0
 
     assert dict(search(late).environment) == {}
+
+    def in_the_descent(environment: Mapping[str, str]) -> float:
+        tried.append(environment)
+        if len(tried) > 5:
+            raise LimitReached("late")
+        return 1.0 - 0.1 * (environment.get("NCCL_BUFFSIZE") == "262144")
+
+    tried.clear()
+    assert search(in_the_descent).environment["NCCL_BUFFSIZE"] == "262144"
