@@ -172,6 +172,15 @@ class StepSearch:
             if self._differs_from_fewer(setting):
                 useful = max(useful, setting.channels)
         self._space = Space(tuple(n for n in self._space.channels if n <= useful), self._space.chunks)
+        self._leave_out(useful)
+
+    def _leave_out(self, above: int) -> None:
+        """Forgets settings of more channels."""
+        for name, body in self._bodies.items():
+            known = {one: times for one, times in self._maps[name].items() if one.channels <= above}
+            self._maps[name], self._best[name] = known, (body.default.whole, None)
+            for setting, times in known.items():
+                self._better(name, times.whole, (setting,) * len(body.collectives))
 
     def _measure_of_all(self, setting: ChannelSetting) -> None:
         self._told(f"all collectives {setting}")

@@ -61,12 +61,16 @@ def test_channels_above_those_of_the_communicator_are_not_searched() -> None:
 
     def capped(settings: StepSettings) -> StepTimes:
         tried.update(one.channels for one in settings.values())
+        asked = {one.channels for one in settings.values()}
         given = {i: replace(one, channels=min(one.channels, most)) for i, one in settings.items()}
-        return step.times(step.bodies(), given)
+        times = step.times(step.bodies(), given)
+        lucky = 0.99 if asked == {16} else 1.0  # chance makes a setting that is none the best
+        return {name: replace(one, whole=lucky * one.whole) for name, one in times.items()}
 
     space = Space((1, 2, 4, 6, 8, 12, 16), SPACE.chunks[-1:])
     found = StepSearch(step.bodies(), capped, space, 0.0, kinds=()).run()
-    assert tried <= {1, 2, 4, 8, 16}
+    assert tried <= {1, 2, 4, 8, 16} and all(found.maps.values())
+    assert {one.channels for each in found.maps.values() for one in each} <= {1, 2, 4}
     assert all(one.channels <= most for one in found.candidates[TUNED].values())
 
 
