@@ -10,6 +10,9 @@ memory it takes, and this would double the compile time. The plain step's schedu
 (`runtime/compiler/scheduled_only.py`): the peak by live ranges is within 1 % of XLA's allocation. Half a percentage
 point of the 3 % is reserved for this difference. With attached GPUs the schedule assumes cuBLAS for all products. If
 XLA's autotuner chooses other kernels, the plain step may need less than the estimate, and the limit is too high.
+
+The 3 % protect steps that fill a GPU. If no interleaved step keeps to them, but one fits into half of the GPU, this one
+runs (`room`).
 """
 
 from __future__ import annotations
@@ -21,12 +24,19 @@ import jax
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.order_rules import MEMORY_SLACK
+from dhelix.profiles.hardware import Hardware
 
 SLACK = MEMORY_SLACK - 0.005
 """Fraction by which a step may exceed the plain step's memory by live ranges.
 
 The rest of the 3 % is reserved for gaps between buffers, which live ranges do not show.
 """
+
+_SHARE_OF_PROCESS = 0.75
+"""Fraction of a GPU's memory that JAX reserves by default."""
+
+_ROOM = 0.667
+"""Fraction of a process's memory that one step may need. The rest is for what else the process keeps."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,16 @@ class MemoryNeed:
     def allowed(self, slack: float = SLACK) -> int:
         """The bytes that another step may need in total: (1 + `slack`) times the total of this step."""
         return int((1.0 + slack) * self.total)
+
+
+def room(hardware: Hardware) -> int:
+    """The bytes that a step may need without harm, whatever the plain step needs: about half of a GPU's memory.
+
+    On attached GPUs, the share of a process counts (`XLA_PYTHON_CLIENT_MEM_FRACTION`, by default three quarters).
+    """
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() == "gpu" else None
+    mine = (stats or {}).get("bytes_limit", _SHARE_OF_PROCESS * hardware.memory_bytes)
+    return int(_ROOM * min(mine, hardware.memory_bytes))
 
 
 def of_module(module: HloModule) -> MemoryNeed:

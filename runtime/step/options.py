@@ -150,9 +150,10 @@ class StepOptions(JitOptions):
     Limits
         memory_limit: memory that the step may need on each GPU, arguments included, in bytes or as text such as
             "60GiB". With None, the limit for "dp", "list" and plans is the plain step's total memory plus 3 %. For a
-            plan, it is at least the limit with which the plan was made. To find the plain step's memory, XLA schedules
-            the plain step, too. Other schedules have no limit by default. If no order fits, the plain step runs, and a
-            line in the log names the smallest sufficient limit.
+            plan, it is at least the limit with which the plan was made. If no order fits, but two strands need at most
+            half of the GPU's memory, they run, and a line in the log says so. Otherwise the plain step runs, and a line
+            names the smallest sufficient limit. To find the plain step's memory, XLA schedules the plain step, too.
+            Other schedules have no limit by default.
         max_in_flight: largest number of collectives of one lane that may be in flight at once. A lane is a CUDA stream
             for communication. With None, the passes choose the number for which the step is fastest.
 

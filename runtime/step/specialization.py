@@ -20,18 +20,15 @@ from dhelix.passes.framework import fingerprint, report
 from dhelix.passes.framework.gain import Gain, StepParts, guesses
 from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
-from dhelix.passes.framework.units import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.ordering.order_rules import MEMORY_SLACK
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
-from dhelix.runtime.compiler import lowering, memory_need, registration
+from dhelix.runtime.compiler import lowering, memory_limits, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.rendezvous import Job
 from dhelix.runtime.step import plain_step
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import alternatives
-from dhelix.runtime.step.plain_step import PlainStep
 from dhelix.runtime.step.step_passes import pass_manager, weighed, without_plan
 from dhelix.runtime.step.target import Target
 from dhelix.runtime.tuning import in_effect
@@ -103,7 +100,7 @@ class Specialization:
         self._refused: StageReport | None = None
         self._job = first_run.of_program(original)
         self._agreed = False
-        self._plain: PlainStep | None = None
+        self._plain: plain_step.PlainStep | None = None
         self._seconds = 0.0
         self._session: registration.Session | None = None
         self._why = ""
@@ -115,7 +112,7 @@ class Specialization:
             if lowering.device_count(original) > 1 or options.strict or options.passes is not None:
                 program = lowering.hlo_bytes(original)
                 if self._target is not None:
-                    self._plain = PlainStep(original, program, self._target.costs, options.xla)
+                    self._plain = plain_step.PlainStep(original, program, self._target.costs, options.xla)
                 self._limit = plain_step.memory_limit(name, options, self._plain)
                 self._paired = weighed(options, self._target, original, self._limit)
                 self._session = self._begin(self._limit, program)
@@ -308,9 +305,9 @@ class Specialization:
 
         The scheduling pass has counted live ranges, and either kept to the limit or refused. But the compiler's
         allocation also has gaps between buffers. If the step needs too much and the user gave no limit, the plain step
-        is compiled, because its memory by the compiler's count may raise the limit. If the step still needs too much
-        and no pass refused, it is compiled once more, with a limit that is reduced by the gaps. If this does not
-        suffice, the plain step runs.
+        is compiled, because its memory by the compiler's count may raise the limit. Then, if no pass refused, the step
+        is compiled once more, with a limit that is reduced by the gaps. If this does not suffice and the user gave no
+        limit, the smallest one that does is taken, if the GPUs have room. Otherwise the plain step runs.
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
@@ -320,26 +317,36 @@ class Specialization:
             return
         would_do, gaps, refused = self._limit_that_would_do(needed)
         if not refused:
-            self._compiled = None
-            self._session = self._begin(max(limit - gaps, 0))
-            self._transform()
-            self._compile()
-            if self._compiled is None or (needed := self._needed(self._compiled)) <= limit:
+            if (needed := self._again(max(limit - gaps, 0))) <= limit:
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
-        why = "" if self._limit_given else f" (the plain step's memory plus {MEMORY_SLACK:.0%})"
-        reason = (
-            f"two strands need more than {bytes_text(limit)}, arguments included{why}; the smallest sufficient limit "
-            f"is memory_limit={bytes_option(would_do)!r}"
-        )
+        if plain is not None and would_do <= self._room():
+            self._limit_given = True
+            if self._again(would_do):
+                self._keep_memory(would_do)
+            if not self.left_alone:
+                said = memory_limits.more(would_do, memory_need.of_compiled(plain).total)
+                say_once(f"{self._name}: {said}", (self._label, said))
+            return
+        reason = memory_limits.exceeded(limit, would_do, self._limit_given)
         if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")
         plain = jax_compat.apart(self.original).compile() if plain is None else plain
         of_plain = self._largest(memory_need.of_compiled(plain).total, "weigh the plain step's memory")
-        if of_plain > limit:  # possible only if the user gave the limit
-            reason += f"; the plain step, which runs, needs more than the limit, too: {bytes_text(of_plain)}"
-        self._leave_alone(reason)
+        self._leave_alone(reason + memory_limits.exceeded_by_plain(of_plain, limit))
         self._compiled = plain
+
+    def _again(self, limit: int) -> int:
+        """Compiles the step once more. Returns the bytes that it needs; 0 if this fails."""
+        self._compiled, self._session = None, self._begin(limit)
+        self._transform()
+        self._compile()
+        return 0 if self._compiled is None else self._needed(self._compiled)
+
+    def _room(self) -> int:
+        """The bytes that a step may need on all GPUs of the job, whatever the plain step needs."""
+        assert self._target is not None
+        return -self._largest(-memory_need.room(self._target.hardware), "compare the GPUs' memory")
 
     def _keep_speed(self) -> None:
         """Leaves the step alone unless it is predicted to be faster than the plain step.
@@ -366,17 +373,11 @@ class Specialization:
         return agreement.largest(f"{purpose} of step {self._name!r}", value, self._job)
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
-        """Returns (limit that would suffice, bytes lost in gaps, whether a pass refused because of the limit).
-
-        The limit that would suffice is the memory of the compiled program. If a pass refused, the limit may be less:
-        the bytes that the pass reported as needed, plus the gaps.
-        """
+        """Returns (limit that would suffice, bytes lost in gaps, whether a pass refused because of the limit)."""
         assert self._compiled is not None and self._session is not None
-        gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).total
         stages = (*self._session.report().stages, *filter(None, [self._refused]))
-        notes = (note for stage in stages for entry in stage.passes for note in entry.notes)
-        said = max((note.facts["needed"] for note in notes if "needed" in note.facts), default=0)
-        gaps, said = (self._largest(max(count, 0), "weigh gaps in the memory") for count in (gaps, said))
+        gaps, said = memory_limits.gaps_and_need(needed, lowering.compiled_module(self._compiled), stages)
+        gaps, said = (self._largest(count, "weigh gaps in the memory") for count in (gaps, said))
         return min(needed, said + gaps) if said else needed, gaps, said > 0
 
     def _leave_alone(self, reason: str) -> None:
@@ -395,6 +396,5 @@ class Specialization:
 
 def _first_line(error: Exception) -> str:
     """The first line of an error's text. Compiler errors can be very long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else "no reason given"
+    text = next(filter(None, map(str.strip, str(error).splitlines())), "no reason given")
     return text if isinstance(error, DhelixError) else f"{type(error).__name__}: {text}"

@@ -114,8 +114,11 @@ def is_interleaved(program: jax.stages.Compiled) -> bool:
 
 
 @pytest.mark.deviceless
-def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the limit that the message gives, it runs as two strands and stays within the limit."""
+    monkeypatch.setattr(memory_need, "room", lambda _: 0)
     step, arguments = greedy(schedule="dp", profile=None)
     plain = compiled(step, arguments)
     assert not is_interleaved(plain)
@@ -129,6 +132,15 @@ def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog:
     interleaved = compiled(step, arguments)
     assert is_interleaved(interleaved)
     assert allowed < memory_need.of_compiled(interleaved).total <= units.parse_bytes("memory_limit", would_do)
+
+
+@pytest.mark.deviceless
+def test_where_the_gpu_has_room_more_memory_does_not_keep_a_step_plain(caplog: pytest.LogCaptureFixture) -> None:
+    step, arguments = greedy(schedule="dp", profile=None)
+    interleaved = compiled(step, arguments)
+    assert is_interleaved(interleaved) and not step.report(*arguments).left_alone
+    (said,) = (r.getMessage() for r in caplog.records if "more than the plain step" in r.getMessage())
+    assert "the GPU has room for them (memory_limit= sets another limit)" in said
 
 
 @pytest.mark.deviceless
