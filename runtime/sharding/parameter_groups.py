@@ -18,7 +18,7 @@ import jax
 
 from dhelix.passes.sharding.factors import ShardingError
 
-_LISTED = 8  # paths in an error
+_LISTED = 12  # paths in an error
 
 
 def matches(name: str, path: str) -> bool:
@@ -28,30 +28,45 @@ def matches(name: str, path: str) -> bool:
     return any(all(map(fnmatch.fnmatchcase, parts[n:], wanted)) for n in starts)
 
 
-def group_numbers(names: Sequence[str], paths: Sequence[Any]) -> list[int | None]:
+def paths_of(tree: Any) -> list[str]:
+    """The path of each leaf of a tree, its parts joined by slashes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+
+
+def group_numbers(names: Sequence[str], paths: Sequence[str]) -> list[int | None]:
     """The number of the first name that matches each path; None if none does.
 
     Args:
       names: names as in `matches`.
-      paths: paths of arrays, as `jax.tree_util.tree_leaves_with_path` returns them.
+      paths: paths of arrays, as `paths_of` returns them.
 
     Raises:
       ShardingError: a name matches no path, or only paths that an earlier name matches.
     """
-    texts = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-    found = [next((n for n, name in enumerate(names) if matches(name, text)), None) for text in texts]
+    found = [next((n for n, name in enumerate(names) if matches(name, path)), None) for path in paths]
     for n, name in enumerate(names):
         if n in found:
             continue
-        if taken := [other for text, other in zip(texts, found, strict=True) if matches(name, text)]:
+        if taken := [other for path, other in zip(paths, found, strict=True) if matches(name, path)]:
             raise ShardingError(
                 f"group {name!r} is left without parameters: the group {names[taken[0] or 0]!r} before it matches the "
                 "same paths, and the first match counts; put the narrower name first"
             )
-        listed = sorted(texts, key=len)[:_LISTED]
-        more = f" and {len(texts) - len(listed)} more" if len(texts) > len(listed) else ""
+        shown = _without_moments(paths)
+        more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
         raise ShardingError(
-            f"group {name!r} matches no path of the state: {', '.join(listed)}{more}; a name is parts of a path joined "
-            "by slashes, such as 'embedding', 'layers/*norm'"
+            f"group {name!r} matches no path of the state: {', '.join(shown[:_LISTED])}{more}; a name is parts of a "
+            "path joined by slashes, such as 'embedding', 'layers/*norm'"
         )
     return found
+
+
+def _without_moments(paths: Sequence[str]) -> list[str]:
+    """The paths, shortest first, but for those that end like one before them: 1/0/mu/embedding after 0/embedding."""
+    shown: list[str] = []
+    for path in sorted(paths, key=lambda path: path.count("/")):
+        ends = ["/" + before.partition("/")[2] for before in shown if "/" in before]
+        if not any(path.endswith(end) for end in ends):
+            shown.append(path)
+    return shown

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.states.state_axes import SplitAxes
-from dhelix.runtime.sharding.parameter_groups import group_numbers
+from dhelix.runtime.sharding.parameter_groups import group_numbers, paths_of
 from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
 
 
@@ -77,9 +77,8 @@ def _check_split(state: Any, plan: StatePlan, placed: Any) -> None:
 
 def _axes_of(state: Any, plan: StatePlan, mesh: Mesh) -> tuple[list[int | None], SplitAxes, list[SplitAxes]]:
     """The number of each array's group, the axes of arrays that are in no group, and those of each group."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = [name for name, _ in plan.groups]
-    return group_numbers(names, paths), plan.on(mesh.shape), plan.of_groups(mesh.shape)
+    return group_numbers(names, paths_of(state)), plan.on(mesh.shape), plan.of_groups(mesh.shape)
 
 
 def gather_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:

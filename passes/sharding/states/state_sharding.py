@@ -140,7 +140,7 @@ class StateSharding:
         for one in updates if self.groups else ():
             groups = {self._of(state): state for state in one.states if shapes.is_floating(state.shape)}
             if len({group.axes for group in groups}) > 1:
-                (first, a), (second, b), *_ = groups.items()
+                (first, a), (second, b), *_ = sorted(groups.items(), key=lambda item: item[0].name == self.others)
                 raise PassRefusal(
                     f"{_called(a)} is in group {first.name}, but {_called(b)}, which is updated together with it, in "
                     f"{second.name}; name the group by the part of the path that both have, such as 'embedding'"
