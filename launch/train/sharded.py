@@ -37,11 +37,11 @@ def states_of(states: str | None, plan: str | Path | Plan | None) -> Any:
     Raises:
       DhelixError: both say different things, or a file cannot be read.
     """
-    states = states if states is None else _with_groups(states)
+    said = None if states is None else _with_groups(states)
     loaded = plan_files.load(plan) if isinstance(plan, str | Path) else plan
     if loaded is None or loaded.sharding is None:
-        return states
-    return agreed(states, loaded.sharding)
+        return said
+    return agreed(said, loaded.sharding)
 
 
 def _with_groups(states: str) -> str | StatePlan:

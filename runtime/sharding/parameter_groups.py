@@ -1,17 +1,20 @@
 """Which group of a plan an array belongs to, by its path in the tree of states.
 
-    matches("embedding", "0/embedding/table")            # True, and for its moment "1/0/mu/embedding/table", too
+    matches("embedding", "0/embedding/table")            # True
     matches("layers/*norm", "0/layers/attention_norm")   # True
 
 A name is one part of a path, or several that are joined by slashes. Each part may have `*`, `?` and `[...]` as in
-`fnmatch`. The name matches a path that has such parts next to each other, anywhere. Optax keeps the path of a parameter
-within the path of its moments, so a name that matches a parameter matches its optimizer states.
+`fnmatch`. The name matches a path that has such parts next to each other, anywhere.
+
+Optimizer states follow their parameter. Optax keeps them in named tuples (`mu`, `nu`), each of which holds a tree like
+that of the parameters. So somewhere in the state is a tree of parameters that has all paths of the moments' tree.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +24,49 @@ from dhelix.passes.sharding.factors import ShardingError
 _LISTED = 12  # paths in an error
 
 
+@dataclass(frozen=True)
+class LeafPath:
+    """The path of a leaf.
+
+    Attributes:
+      text: the path, its parts joined by slashes.
+      inside: the path within the innermost named tuple, without the field of the tuple; None outside of named tuples.
+    """
+
+    text: str
+    inside: str | None = None
+
+    @property
+    def tree(self) -> str:
+        """The path of the field of the named tuple."""
+        return self.text.removesuffix(self.inside or "")
+
+
+def paths_of(tree: Any) -> list[LeafPath]:
+    """The path of each leaf of a tree, in order."""
+    found = []
+    for parts, start in _walk(tree):
+        found.append(LeafPath("/".join(parts), None if start is None else "/".join(parts[start:])))
+    return found
+
+
+def _walk(tree: Any) -> Iterator[tuple[tuple[str, ...], int | None]]:
+    """The parts of the path of each leaf, and where the path within a named tuple begins."""
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named_tuple):
+        text = jax.tree_util.keystr(path, simple=True, separator="/")
+        parts = tuple(text.split("/")) if path else ()
+        if not _is_named_tuple(node):
+            yield parts, None
+            continue
+        for field, value in zip(node._fields, node, strict=True):
+            for after, start in _walk(value):
+                yield (*parts, field, *after), len(parts) + 1 + (start or 0)
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
 def matches(name: str, path: str) -> bool:
     """Whether a name matches a path."""
     wanted, parts = name.split("/"), path.split("/")
@@ -28,45 +74,51 @@ def matches(name: str, path: str) -> bool:
     return any(all(map(fnmatch.fnmatchcase, parts[n:], wanted)) for n in starts)
 
 
-def paths_of(tree: Any) -> list[str]:
-    """The path of each leaf of a tree, its parts joined by slashes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-
-
-def group_numbers(names: Sequence[str], paths: Sequence[str]) -> list[int | None]:
-    """The number of the first name that matches each path; None if none does.
+def group_numbers(names: Sequence[str], paths: Sequence[LeafPath]) -> list[int | None]:
+    """The number of the group of each path, which is the first name that matches the parameter; None if none does.
 
     Args:
       names: names as in `matches`.
-      paths: paths of arrays, as `paths_of` returns them.
+      paths: paths as `paths_of` returns them.
 
     Raises:
       ShardingError: a name matches no path, or only paths that an earlier name matches.
     """
-    found = [next((n for n, name in enumerate(names) if matches(name, path)), None) for path in paths]
+    matched = [next((n for n, name in enumerate(names) if matches(name, path.text)), None) for path in paths]
+    parameters = {"/" + path.text: n for path, n in zip(paths, matched, strict=True) if path.inside is None}
+    trees: dict[str, list[str]] = {}
+    for path in paths:
+        if path.inside:
+            trees.setdefault(path.tree, []).append("/" + path.inside)
+    roots = {tree: _roots(ends, parameters) for tree, ends in trees.items()}
+    found = []
+    for path, own in zip(paths, matched, strict=True):
+        owners = {parameters[f"{root}/{path.inside}"] for root in roots[path.tree]} if path.inside else set()
+        found.append(owners.pop() if len(owners) == 1 else own)
     for n, name in enumerate(names):
-        if n in found:
-            continue
-        if taken := [other for path, other in zip(paths, found, strict=True) if matches(name, path)]:
-            raise ShardingError(
-                f"group {name!r} is left without parameters: the group {names[taken[0] or 0]!r} before it matches the "
-                "same paths, and the first match counts; put the narrower name first"
-            )
-        shown = _without_moments(paths)
-        more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
-        raise ShardingError(
-            f"group {name!r} matches no path of the state: {', '.join(shown[:_LISTED])}{more}; a name is parts of a "
-            "path joined by slashes, such as 'embedding', 'layers/*norm'"
-        )
+        if n not in found:
+            raise _matches_nothing(name, names, paths, matched)
     return found
 
 
-def _without_moments(paths: Sequence[str]) -> list[str]:
-    """The paths, shortest first, but for those that end like one before them: 1/0/mu/embedding after 0/embedding."""
-    shown: list[str] = []
-    for path in sorted(paths, key=lambda path: path.count("/")):
-        ends = ["/" + before.partition("/")[2] for before in shown if "/" in before]
-        if not any(path.endswith(end) for end in ends):
-            shown.append(path)
-    return shown
+def _roots(ends: Sequence[str], parameters: Collection[str]) -> list[str]:
+    """The paths of trees of parameters in which all the paths `ends` occur."""
+    roots = [path.removesuffix(ends[0]) for path in parameters if path.endswith(ends[0])]
+    return [root for root in roots if all(root + end in parameters for end in ends)]
+
+
+def _matches_nothing(
+    name: str, names: Sequence[str], paths: Sequence[LeafPath], matched: Sequence[int | None]
+) -> ShardingError:
+    taken = [n for path, n in zip(paths, matched, strict=True) if n is not None and matches(name, path.text)]
+    if taken and names[taken[0]] != name:
+        return ShardingError(
+            f"group {name!r} is left without parameters: the group {names[taken[0]]!r} before it matches the same "
+            "paths, and the first match counts; put the narrower name first"
+        )
+    shown = [path.text for path in paths if path.inside is None] or [path.text for path in paths]
+    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
+    return ShardingError(
+        f"group {name!r} matches no path of a parameter: {', '.join(shown[:_LISTED])}{more}; a name is parts of a path "
+        "joined by slashes, such as 'embedding', 'layers/*norm'"
+    )

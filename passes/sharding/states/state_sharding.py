@@ -35,7 +35,7 @@ Paper: AMSP sections IV-B and V-B, with tensors split inside (each tensor into e
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -80,7 +80,7 @@ class StateSharding:
         every = list(map(Update.of, results(entry)))
         updates = [one for one in every if one.places(self.axes.data)]  # (1)
         self._check_together(every)
-        self._check_placed(every, updates)
+        self._check_placed(updates)
         manual = ManualStates(entry)
         read = self._parameters(entry, updates, manual)  # (2)
         gradients = self._inputs(entry, updates, manual)  # (3)
@@ -89,15 +89,13 @@ class StateSharding:
         entry.sort()
         if stayed:
             context.note("gradients stay whole until the last micro-batch", None, count=stayed)
-        for group in self._every_group() if self.groups else ():
+        for group in self._every_group():
             # A group that is replicated has updates, too. Of the others, only what is placed is known to be a state.
             ours = [one for one in (updates if group.name == self.others else every) if self._group(one) == group]
             if ours:
-                said = self._said(ours, module)
-                context.note(f"{group.name}: {said}", None, states=len(ours), parameters=read[group.name])
-        if not self.groups:
-            facts = {"parameters": read.total(), "gradients": gradients}
-            context.note(self._said(updates, module), None, states=len(updates), **facts)
+                name = f"{group.name}: " if self.groups else ""
+                facts = {"parameters": read[group.name], "gradients": gradients[group.name]}
+                context.note(name + self._said(ours, module), None, states=len(ours), **facts)
         return True
 
     def _said(self, updates: list[Update], module: HloModule) -> str:
@@ -130,11 +128,6 @@ class StateSharding:
         placed = [state for state in update.states if is_placed(state, self.axes.data)]
         return next(map(self._of, [*placed, *update.states]), None)
 
-    def _axes(self, update: Update) -> SplitAxes:
-        group = self._group(update)
-        assert group is not None  # it is placed
-        return group.axes
-
     def _check_together(self, updates: list[Update]) -> None:
         """Refuses groups that tear a parameter and its optimizer states apart."""
         for one in updates if self.groups else ():
@@ -146,18 +139,16 @@ class StateSharding:
                     f"{second.name}; name the group by the part of the path that both have, such as 'embedding'"
                 )
 
-    def _check_placed(self, every: list[Update], updates: list[Update]) -> None:
+    def _check_placed(self, updates: list[Update]) -> None:
         """Refuses states that are placed under another plan, or not at all."""
-        data, split = self.axes.data, False
-        over: dict[str, set[frozenset[str]]] = {group.name: set() for group in self._every_group()}
-        for state, found in _placed(updates, data).items():
-            over[self._of(state).name].add(data_axes(found, data))
-            split = True
-        known = {group.name for one in every if (group := self._group(one)) is not None}
+        data, over = self.axes.data, defaultdict[str, set[frozenset[str]]](set)
+        for state, split in _placed(updates, data).items():
+            over[self._of(state).name].add(data_axes(split, data))
         for group in self._every_group():
-            wanted, found = frozenset(group.axes.optimizer), over[group.name]
+            wanted, found = frozenset(group.axes.optimizer), over.get(group.name)
             of_group = f" of {group.name}" if self.groups else ""
-            if not found and wanted and group.name in known and not (split and group.name == self.others):
+            # Of the others, only what is placed is known to be a state. They may have none.
+            if not found and wanted and (group.arguments or not over):
                 raise PassRefusal(
                     f"no state{of_group} is split over {', '.join(group.axes.optimizer)}: place it with "
                     "dhelix.shard_state(state, plan); the step must return the new state, compute it outside of "
@@ -225,19 +216,22 @@ class StateSharding:
         sizes = mesh_axes(shards.computation.module, split.mesh)
         late.move(shards, readers, (dimension, math.prod(sizes[axis] for axis in split.axes[dimension])), gather)
 
-    def _inputs(self, entry: Computation, updates: list[Update], manual: ManualStates) -> int:
-        """Splits the values that updates start from, such as gradients. Returns their number."""
+    def _inputs(self, entry: Computation, updates: list[Update], manual: ManualStates) -> Counter[str]:
+        """Splits the values that updates start from, such as gradients. Returns their numbers by group."""
+        found = Counter[str]()
         sharded, program = dict[Instruction, Instruction](), list(entry.instructions)
         for one in updates:
-            split, over = one.placed_split(self.axes.data), self._axes(one).gradients
+            split, group = one.placed_split(self.axes.data), self._group(one)
+            assert group is not None  # a state of the update is placed
             for value in one.inputs:
                 if value not in sharded:
-                    left = manual.leave(value, split, over)
-                    held = value if left else self._accumulated(value, split, over)
+                    left = manual.leave(value, split, group.axes.gradients)
+                    held = value if left else self._accumulated(value, split, group.axes.gradients)
+                    found[group.name] += 1
                     sharded[value] = constrained(Builder(entry), held, split.over, split.mesh, {})
         for instruction in program:
             instruction.operands = [sharded.get(operand, operand) for operand in instruction.operands]
-        return len(sharded)
+        return found
 
     def _accumulated(self, value: Instruction, split: Split, gradients: Axes) -> Instruction:
         """Returns the result of a loop over micro-batches or of a pipeline, split as `gradients` says.

@@ -28,7 +28,7 @@ PLANS = {
     "embedding less": sharding_plan("zero3", groups={"embedding": "zero1"}),
     "embedding whole": sharding_plan("zero2", groups={"embedding": "dp"}),
     "layers alone": sharding_plan("dp", groups={"layers": "zero3"}),
-    "three ways": sharding_plan("zero1", groups={"layers/bias": "dp", "layers": "zero3", "head": "zero2"}),
+    "three ways": sharding_plan("zero1", groups={"layers/bias": "dp", "layers": "zero3", "params/head": "zero2"}),
 }
 
 Tree = Any
@@ -139,7 +139,7 @@ def test_a_plan_file_keeps_groups_in_their_order(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan_files.save(Plan("a step", sharding=section()), file)
     loaded = sharding_plan(file)
-    assert [name for name, _ in loaded.groups] == ["layers/bias", "layers", "head"]
+    assert [name for name, _ in loaded.groups] == ["layers/bias", "layers", "params/head"]
     assert loaded.of_groups({"dp": 8}) == PLANS["three ways"].of_groups({"dp": 8})
     same = strand_interleave(lambda x: x, plan=file, sharding=PLANS["three ways"])
     assert same.options.sharding == loaded
@@ -151,9 +151,13 @@ def test_a_plan_file_keeps_groups_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ('"head"', '"head/"', "sharding: group 'head/' has no name"),
-        ('"head": {"parameters": [1, 1]', '"head": {"parameters": [3, 1]', "sharding: group 'head': the factor of "),
-        ('"head": {"parameters": [1, 1], ', '"head": {', "sharding.groups.*: `parameters` is missing"),
+        ('"params/head"', '"params/"', "sharding: group 'params/' has no name"),
+        (
+            'head": {"parameters": [1, 1]',
+            'head": {"parameters": [3, 1]',
+            "sharding: group 'params/head': the factor of ",
+        ),
+        ('head": {"parameters": [1, 1], ', 'head": {', "sharding.groups.*: `parameters` is missing"),
         ('"axes": ["dp"]', '"axes": ["dp", "dp"]', "sharding: 'dp' occurs twice"),
     ],
 )
@@ -169,7 +173,6 @@ def test_corrupted_groups(before: str, after: str, said: str) -> None:
     [
         ("zero3", {"head": "dp"}, "the state of head (dp) is split over dp, but this plan keeps it whole"),
         ({"head": "dp"}, {"head": "zero1"}, "no state of head (zero1) is split over dp: place it with"),
-        ({"params/head": "dp"}, {"params/head": "dp"}, "state['params']['head'] is in group params/head (dp), but "),
     ],
 )
 def test_a_state_that_is_placed_otherwise_is_refused(placed: Any, plan: Any, said: str) -> None:

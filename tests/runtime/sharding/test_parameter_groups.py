@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
-from dhelix.runtime.sharding.parameter_groups import group_numbers, matches, paths_of
+from dhelix.runtime.sharding.parameter_groups import LeafPath, group_numbers, matches, paths_of
 from dhelix.runtime.sharding.placed_states import shard_state
 from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
 from dhelix.tests.runtime.sharding.training import Case, mesh
@@ -36,8 +37,30 @@ def test_a_name_matches_parts_of_a_path_that_are_next_to_each_other(name: str, p
 
 def test_the_first_name_that_matches_counts() -> None:
     paths = paths_of({"a": {"b": 1, "c": [2]}, "d": 3})
-    assert paths == ["a/b", "a/c/0", "d"] and paths_of(4) == [""]
+    assert [path.text for path in paths] == ["a/b", "a/c/0", "d"] and paths_of(4) == [LeafPath("")]
     assert group_numbers(["b", "a"], paths) == [0, 1, None]
+
+
+@pytest.mark.parametrize("name", ["lora", "state/lora", "lora/a", "a"])
+def test_optimizer_states_follow_their_parameter(name: str) -> None:
+    """Also those of an optimizer that knows only a part of the parameters. An array beside them is not one of them."""
+    lora = {"a": np.ones((8, 8)), "b": {"a": np.ones(8)}}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(1e-3))
+    state = {"state": {"lora": lora, "base": {"w": np.ones(8)}}, "opt": inner.init(lora)}
+    paths = paths_of(state)
+    assert [path.text for path in paths] == [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    numbers = dict(zip([path.text for path in paths], group_numbers([name], paths), strict=True))
+    moments = [text for text in numbers if "/mu/" in text or "/nu/" in text]
+    assert len(moments) == 4 and numbers["opt/1/inner_state/0/mu/a"] == 0
+    assert all(numbers[text] == numbers[f"state/lora/{text.split('u/')[-1]}"] for text in moments)
+    assert numbers["state/base/w"] is None
+
+
+def test_parameters_that_end_alike_are_no_moments_of_each_other() -> None:
+    paths = paths_of({"layers": [{"w": 1}, {"w": 2}], "opt": optax.sgd(0.1).init({"w": 1})})
+    assert group_numbers(["layers/0"], paths) == [0, None]
 
 
 def test_arrays_are_placed_by_their_group() -> None:
@@ -55,8 +78,13 @@ def test_arrays_are_placed_by_their_group() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"embeding": "dp"}, "group 'embeding' matches no path of the state: params/gain, params/head, params/odd, "),
+        (
+            {"embeding": "dp"},
+            "group 'embeding' matches no path of a parameter: params/gain, params/head, ",
+        ),
         ({"layers/*": "dp", "layers/up": "zero2"}, "the group 'layers/*' before it matches the same paths"),
+        ({"optimizer": "zero2"}, "no array of group 'optimizer' has a dimension that divides into 8 shards"),
+        ({"mu": "zero2"}, "group 'mu' matches no path of a parameter: params/gain, "),
         ({"head": "zero9"}, "group 'head': 'zero9' is neither a strategy (dp, zero1, "),
         ({"/head": "dp"}, "group '/head' has no name"),
         (["head"], "groups=['head'] maps no names to strategies"),
