@@ -152,7 +152,7 @@ def _introduce(run: Run, console: Console) -> None:
         group = run.options.states_group
         how += f", states {run.options.states}" + (f" in groups of {group}" if group else "")
     elif isinstance(run.training, ShardedTraining) and run.training.states is not None:
-        how += f", states by the plan: {run.training.states.factors}"
+        how += f", states by the plan: {run.training.states}"
     how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
     say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
     text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"

@@ -11,6 +11,7 @@ import jax
 from dhelix.models.common.training import Training
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
+from dhelix.passes.sharding.factors import ShardingError
 from dhelix.runtime.sharding.placed_states import state_shardings
 from dhelix.runtime.sharding.state_plan import StatePlan, agreed, sharding_plan
 
@@ -29,13 +30,31 @@ class ShardedTraining(Training):
 def states_of(states: str | None, plan: str | Path | Plan | None) -> Any:
     """What `--states` and the sharding section of `--plan` say together, as `sharding_plan` takes it; None: nothing.
 
+    Args:
+      states: a strategy or a plan file, perhaps with strategies of groups of parameters: "zero3,embedding=zero1".
+      plan: the plan, or its file.
+
     Raises:
       DhelixError: both say different things, or a file cannot be read.
     """
+    said = None if states is None else _with_groups(states)
     loaded = plan_files.load(plan) if isinstance(plan, str | Path) else plan
     if loaded is None or loaded.sharding is None:
+        return said
+    return agreed(said, loaded.sharding)
+
+
+def _with_groups(states: str) -> str | StatePlan:
+    first, *others = states.split(",")
+    if not others:
         return states
-    return agreed(states, loaded.sharding)
+    groups: dict[str, str] = {}
+    for text in others:
+        name, equals, strategy = text.partition("=")
+        if not equals or name in groups:
+            raise ShardingError(f"--states {states}: write groups of parameters once each, as zero3,embedding=zero1")
+        groups[name] = strategy
+    return sharding_plan(first, groups=groups)
 
 
 def with_states(training: Training, states: Any) -> ShardedTraining:

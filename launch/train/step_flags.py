@@ -77,8 +77,8 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         "who inserts collectives: shard_map (the model's code), auto (XLA; not with experts or cp), fsdp (parameters "
         "also split over dp; by XLA, with experts or cp by the model's code; not with --pp)",
     )
-    states = "how model states are sharded over dp: zero1 and others, or a plan file"
-    text("states", None, f"{states} (default: as --sharding says)")
+    states = "how model states are sharded over dp: zero1 and others, or a plan file; groups of parameters may differ"
+    text("states", None, f"{states}: zero3,embedding=zero1 (default: as --sharding says)")
     number("states_group", None, "devices of dp over which --states shards, such as those of a node (default: all)")
     number("pp", default.pp, "number of pipeline stages; each stage has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "pipeline schedule (default: w, which interleaves two strands)")

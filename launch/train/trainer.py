@@ -192,8 +192,11 @@ def _states(options: Options, dp: int) -> tuple[dict[str, int], StatePlan | None
         if options.states_group is not None:
             raise DhelixError("--states_group needs --states; say how model states are sharded, such as zero1")
         return {"dp": dp}, None
-    if states in GROUPED and options.states_group is None:
-        raise DhelixError(f"--states {states} needs --states_group, the number of devices of dp that hold one copy")
+    said = [states.factors, *(one for _, one in states.groups)] if isinstance(states, StatePlan) else [states]
+    if options.states_group is None and any(one in GROUPED for one in said if isinstance(one, str)):
+        raise DhelixError(
+            f"--states {options.states} needs --states_group, the number of devices of dp that hold one copy"
+        )
     return data_axes(states, dp, options.states_group)
 
 

@@ -35,8 +35,8 @@
 
 `"sharding": {"mesh": [8, 1], "parameters": [1, 1], "gradients": [1, 1], "optimizer": [8, 1], "split": "inside",
 "axes": ["dp"]}` may follow. It has factors as [GPUs of a node, nodes], the names of mesh axes, and perhaps orders of
-nodes and GPUs (`passes/sharding/sharding_plan.py`). `"tuning": {...}` may follow, too: settings of collectives under
-NCCL (`passes/tuning/collective_settings.py`).
+nodes and GPUs, and factors of groups of parameters (`passes/sharding/sharding_plan.py`). `"tuning": {...}` may follow,
+too: settings of collectives under NCCL (`passes/tuning/collective_settings.py`).
 
 To edit a plan, move names within the `run` of a segment, or from one `run` to another. Each operator must appear once.
 `small` lists short instructions that are not operators, by the operator before which they run; do not edit it. Times
@@ -67,7 +67,8 @@ from dhelix.passes.plans.plan import (
     PlanTarget,
     Prediction,
 )
-from dhelix.passes.sharding.factors import STATES, Factor, Factors, ShardingError
+from dhelix.passes.plans.sharding_section import ShardingSection
+from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.profiles import keys
@@ -134,20 +135,6 @@ class _Order(Struct, forbid_unknown_fields=True):
     memory_limit: Bytes = 0
 
 
-_Factor = tuple[Count, Count]  # GPUs of a node, nodes
-
-
-class _Sharding(Struct, forbid_unknown_fields=True):
-    mesh: _Factor
-    parameters: _Factor
-    gradients: _Factor
-    optimizer: _Factor
-    split: Text
-    axes: list[Text] = []
-    placement: list[Text] | None = None
-    gpu_order: list[Bytes] | None = None
-
-
 class _Tuned(Struct, forbid_unknown_fields=True):
     body: Text
     key: Text
@@ -176,7 +163,7 @@ class _File(Struct, forbid_unknown_fields=True):
     predicted: _Prediction
     collectives: _Collectives
     order: _Order
-    sharding: _Sharding | None = None
+    sharding: ShardingSection | None = None
     tuning: _Tuning | None = None
 
 
@@ -309,12 +296,10 @@ def _target(read: _Target, origin: str) -> PlanTarget:
     )
 
 
-def _sharding(read: _Sharding, origin: str) -> ShardingPlan:
+def _sharding(read: ShardingSection, origin: str) -> ShardingPlan:
+    codec.names(read.groups, "sharding.groups", origin, _KIND)
     try:
-        factors = Factors(*(Factor(*getattr(read, name)) for name in ("mesh", *STATES)))
-        placement = None if read.placement is None else tuple(map(str, read.placement))
-        order = None if read.gpu_order is None else tuple(read.gpu_order)
-        return ShardingPlan(factors, str(read.split), placement, tuple(map(str, read.axes)), order)
+        return read.plan()
     except ShardingError as error:
         raise _wrong(origin, str(error), "sharding") from None
 

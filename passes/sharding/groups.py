@@ -7,6 +7,7 @@ embedding is needed once in a micro-batch.
     groups = [ParameterGroup("layers", layers, Factor(8, 4)), ParameterGroup("experts", experts, Factor(8, 1))]
     solved = solve(groups, times, limit=60e9, others=8e9)
     solved["experts"].factors
+    sharding_plan(plan_of(solved, others="layers"))    # carries it out, if all groups are on one mesh
 
 Each group chooses one of its admissible factors. The sum of memory is limited, and the sum of seconds is least. This is
 the multiple-choice knapsack problem: with g groups of n choices there are n ** g combinations. OR-tools' CP-SAT solves
@@ -26,6 +27,7 @@ from dhelix.passes.sharding.collective_times import CollectiveTimes
 from dhelix.passes.sharding.factors import Factor, ShardingError, admissible
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.planner import TIE, Candidate, evaluate
+from dhelix.passes.sharding.sharding_plan import ShardingPlan
 from dhelix.passes.sharding.sizes import check_names
 from dhelix.passes.sharding.step_times import Job
 
@@ -97,6 +99,23 @@ def solve(
     fastest = sum(seconds[name][n] for name, n in chosen.items())
     chosen = _solve(blocks, seconds, math.floor((1.0 + TIE) * fastest), (blocks, room))
     return {name: options[name][n] for name, n in chosen.items()}
+
+
+def plan_of(solved: Mapping[str, Candidate], others: str) -> ShardingPlan:
+    """The plan that carries out what `solve` chose. `dhelix.sharding_plan` takes it.
+
+    Args:
+      solved: the candidate of each group. The group's name must match the paths of its parameters, as
+        `runtime/sharding/parameter_groups.py` says.
+      others: the group of all parameters whose path no other group's name matches.
+
+    Raises:
+      ShardingError: there is no such group, or groups are on different meshes.
+    """
+    if others not in solved:
+        raise ShardingError(f"no group is called {others!r}; choose from {', '.join(solved)}")
+    groups = tuple((name, candidate.factors) for name, candidate in solved.items() if name != others)
+    return ShardingPlan(solved[others].factors, "inside", groups=groups)
 
 
 type _Numbers = Mapping[str, Sequence[int]]

@@ -29,7 +29,7 @@ from dhelix.passes.hlo import HloModule, shapes
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, ModelSizes, Module, StateBytes
-from dhelix.passes.sharding.states.state_sharding import find_states
+from dhelix.passes.sharding.states.updates import find_states
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.sharding.placed_states import axes_of, stacks
 

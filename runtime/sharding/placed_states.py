@@ -6,7 +6,8 @@
 
 Between steps, all states are split over the devices of the optimizer's factor, parameters too: the next step gathers
 parameters when it needs them. A checkpoint stores such a state like any other sharded state. `state_shardings` gives
-the shardings into which a checkpoint is restored, also under another plan.
+the shardings into which a checkpoint is restored, also under another plan. If a plan has groups, the path of an array
+says which factors are its own (`parameter_groups.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
-from dhelix.runtime.sharding.state_plan import SplitAxes, sharding_plan
+from dhelix.passes.sharding.states.state_axes import SplitAxes
+from dhelix.runtime.sharding.parameter_groups import group_numbers, paths_of
+from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
 
 
 def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
@@ -39,40 +42,61 @@ def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
       without such a dimension stay whole.
 
     Raises:
-      ShardingError: the mesh is unknown, or does not fit the plan, or no array can be split.
+      ShardingError: the mesh is unknown, or does not fit the plan, or no array of the state or of a group can be
+        split, or a group matches no path.
     """
     placed = state_shardings(state, plan, mesh)
-    _check_split(state, plan, placed)
+    _check_split(state, sharding_plan(plan), placed)
     return jax.device_put(state, placed)
 
 
-def _check_split(state: Any, plan: Any, placed: Any) -> None:
+def _check_split(state: Any, plan: StatePlan, placed: Any) -> None:
+    """Refuses a plan that splits no array, or none of a group."""
     shardings = jax.tree.leaves(placed)
-    axes = sharding_plan(plan).on(shardings[0].mesh.shape).optimizer if shardings else ()
-    if axes and not any(entry for sharding in shardings for entry in sharding.spec):
-        parts = math.prod(shardings[0].mesh.shape[axis] for axis in axes)
-        largest = max(map(np.shape, jax.tree.leaves(state)), key=math.prod)
+    if not shardings:
+        return
+    numbers, axes, groups = _axes_of(state, plan, shardings[0].mesh)
+    any_split = any(entry for sharding in shardings for entry in sharding.spec)
+    for number, over in [(None, axes), *enumerate(groups)]:
+        ours = [n for n, found in enumerate(numbers) if found == number]
+        if not over.optimizer or not ours or (number is None and any_split):
+            continue
+        used = [{axis for entry in shardings[n].spec for axis in _entry(entry)} for n in ours]
+        if any(axes >= set(over.optimizer) for axes in used):
+            continue
+        leaves = jax.tree.leaves(state)
+        parts = math.prod(shardings[0].mesh.shape[axis] for axis in over.optimizer)
+        largest = max((np.shape(leaves[n]) for n in ours), key=math.prod)
+        of = "the state" if number is None else f"group {plan.groups[number][0]!r}"
         raise ShardingError(
-            f"no array of the state has a dimension that divides into {parts} shards (the largest is {list(largest)}); "
-            "use fewer data-parallel devices, or sizes that are multiples of their number"
+            f"no array of {of} has a dimension that divides into {parts} shards (the largest is {list(largest)}); use "
+            "fewer data-parallel devices, or sizes that are multiples of their number"
+            + ("" if number is None else ', or "dp" for the group')
         )
+
+
+def _axes_of(state: Any, plan: StatePlan, mesh: Mesh) -> tuple[list[int | None], SplitAxes, list[SplitAxes]]:
+    """The number of each array's group, the axes of arrays that are in no group, and those of each group."""
+    names = [name for name, _ in plan.groups]
+    return group_numbers(names, paths_of(state)), plan.on(mesh.shape), plan.of_groups(mesh.shape)
 
 
 def gather_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
     """Brings a state together: every data-parallel device holds all of it. The inverse of `shard_state`."""
     mesh = _mesh_of(state, mesh)
     data = sharding_plan(plan).on(mesh.shape).data
-    return jax.device_put(state, jax.tree.map(lambda leaf: _named(mesh, _without(leaf, data)), state))
+    return jax.device_put(state, jax.tree.map(lambda leaf: _named(mesh, _on(mesh, _without(leaf, data))), state))
 
 
 def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
     """The shardings of a state under a plan: a pytree like `state`, which may hold `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ShardingError: the mesh is unknown, has no Auto axes for the plan, or does not fit the plan.
+      ShardingError: the mesh is unknown, has no Auto axes for the plan, or does not fit the plan, or a group of the
+        plan matches no path.
     """
     mesh = _mesh_of(state, mesh)
-    axes = sharding_plan(plan).on(mesh.shape)
+    numbers, axes, groups = _axes_of(state, sharding_plan(plan), mesh)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for axis in axes.data:
         if kinds[axis] != AxisType.Auto:
@@ -80,11 +104,12 @@ def state_shardings(state: Any, plan: Any, mesh: Mesh | None = None) -> Any:
                 f"the mesh axis {axis!r} is {kinds[axis].name}, and states are sharded over Auto axes; make the mesh "
                 "with axis_types=(jax.sharding.AxisType.Auto, ...), or with dhelix.mesh_of"
             )
-    stacked = stacks(state)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _sharding(leaf, axes, mesh, _layer_dimensions(leaf, axes.data) if path in stacked else 0),
-        state,
-    )
+    stacked, found = stacks(state), list[NamedSharding]()
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    for number, (path, leaf) in zip(numbers, leaves, strict=True):
+        first = _layer_dimensions(leaf, axes.data) if path in stacked else 0
+        found.append(_sharding(leaf, axes if number is None else groups[number], mesh, first))
+    return jax.tree.unflatten(tree, found)
 
 
 def _layer_dimensions(stack: Any, data: Axes) -> int:
@@ -117,7 +142,7 @@ def stacks(state: Any) -> set[Any]:
 
 
 def _sharding(leaf: Any, axes: SplitAxes, mesh: Mesh, first: int) -> NamedSharding:
-    spec = _without(leaf, axes.data)
+    spec = _on(mesh, _without(leaf, axes.data))
     ways = (axes.inside_out, axes.inside_out[: len(axes.gradients)], axes.parameters)
     for over in dict.fromkeys(ways):
         dimension = _dimension(np.shape(leaf), spec, over, mesh, first)
@@ -154,12 +179,21 @@ def axes_of(leaf: Any) -> list[Axes]:
     """For each dimension of an array, the mesh axes that split it."""
     sharding = getattr(leaf, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    axes = list(map(_entry, spec))
     return axes + [()] * (np.ndim(leaf) - len(axes))
+
+
+def _entry(entry: Any) -> Axes:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _without(leaf: Any, data: Axes) -> list[Axes]:
     return [tuple(axis for axis in entry if axis not in data) for entry in axes_of(leaf)]
+
+
+def _on(mesh: Mesh, spec: list[Axes]) -> list[Axes]:
+    """The axes that a mesh has. Arrays may come from another one, such as that of an earlier plan."""
+    return [tuple(axis for axis in entry if axis in mesh.shape) for entry in spec]
 
 
 def _named(mesh: Mesh, spec: Sequence[Axes]) -> NamedSharding:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
+from dhelix.passes import jax_compat
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import StageReport
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.constraints import mesh_axes, meshes
-from dhelix.passes.sharding.factors import ShardingError
+from dhelix.passes.sharding.factors import Factors, ShardingError
+from dhelix.passes.sharding.states.state_axes import StateGroup
 from dhelix.passes.sharding.states.state_sharding import StateSharding
 from dhelix.runtime.compiler import lowering
-from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, sharding_plan
+from dhelix.runtime.sharding.parameter_groups import group_numbers, paths_of
+from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
 
 
 class ShardedStates:
@@ -81,16 +84,35 @@ def sharded_program(
     """
     made = sharding_plan(plan)
     program = lowering.hlo_bytes(lowered)
-    axes = _axes(HloModule.from_bytes(program), made)
-    if not axes.optimizer:
+    mesh = _mesh(HloModule.from_bytes(program), made)
+    axes, groups = made.on(mesh), _groups(lowered, made, mesh)
+    if not any(each.optimizer for each in (axes, *(group.axes for group in groups))):
         return lowered, None
-    one = StateSharding(axes.data, axes.optimizer, axes.parameters, axes.gradients)
+    one = StateSharding(axes, groups, f"the others ({_kind(made.factors)})")
     name = lowering.module_name(lowered)
     after, report = PassManager((one,), strict=True, dump_to=dump_to).run(Stage.LOWERED, program, name)
     return (lowered if after is None else lowering.with_hlo(lowered, after)), report
 
 
-def _axes(module: HloModule, plan: StatePlan) -> SplitAxes:
+def _groups(lowered: jax.stages.Lowered, plan: StatePlan, mesh: Mapping[str, int]) -> tuple[StateGroup, ...]:
+    """The groups of a plan, with the arguments of the program that belong to them."""
+    if not plan.groups:
+        return ()
+    numbers = group_numbers([name for name, _ in plan.groups], paths_of(lowered.args_info))
+    kept = [numbers[n] for n in jax_compat.kept_arguments(lowered)]
+    found = []
+    for n, ((name, factors), axes) in enumerate(zip(plan.groups, plan.of_groups(mesh), strict=True)):
+        ours = frozenset(number for number, at in enumerate(kept) if at == n)
+        found.append(StateGroup(f"{name} ({_kind(factors)})", axes, ours))
+    return tuple(found)
+
+
+def _kind(factors: Factors | str) -> str:
+    return factors if isinstance(factors, str) else factors.strategy or str(factors)
+
+
+def _mesh(module: HloModule, plan: StatePlan) -> dict[str, int]:
+    """The sizes of the axes of the program's mesh that fits the plan, or else of any mesh."""
     every = [{axis.strip('"'): size for axis, size in mesh_axes(module, name).items()} for name in meshes(module)]
     known = [mesh for mesh in every if mesh]  # a program of one device may have a mesh without axes
     if not known:
@@ -98,4 +120,4 @@ def _axes(module: HloModule, plan: StatePlan) -> SplitAxes:
             "the step's arguments are on no mesh; place the state with dhelix.shard_state(state, plan, mesh)"
         )
     fits = [mesh for mesh in known if set(plan.axes) <= mesh.keys()]
-    return plan.on(fits[0] if fits else known[0])
+    return fits[0] if fits else known[0]

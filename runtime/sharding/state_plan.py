@@ -4,6 +4,7 @@
     plan = sharding_plan("mics", axes=("replica", "shard"))        # copies over "replica", shards over "shard"
     plan = sharding_plan(Factors(Factor(8, 2), ONE, ONE, Factor(8)), axes=("node", "gpu"))
     plan = sharding_plan("plan.json")                              # the sharding section of a plan file, with its axes
+    plan = sharding_plan("zero3", groups={"embedding": "zero1"})   # groups of parameters, by their paths
 
 Data-parallel devices are split by one or several mesh axes, the major one first. A factor is carried out by the last of
 these axes: with the axes ("replica", "shard") of sizes 4 and 8, states can be sharded over 1, 8 or 32 devices.
@@ -24,7 +25,8 @@ from jax.sharding import AxisType, Mesh
 from dhelix.passes.framework.manager import say_once
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import GROUPED, STRATEGIES, Factor, Factors, ShardingError
-from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes
+from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes, check_group
+from dhelix.passes.sharding.states.state_axes import SplitAxes
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,32 @@ class StatePlan:
       factors: the factors; a strategy's name if they follow from the mesh.
       axes: the data-parallel mesh axes, the major one first.
       placement, gpu_order: orders of nodes and of a node's GPUs, for `mesh_of`; None if any order will do.
+      groups: names (`parameter_groups.py`) and factors of parameters that are sharded otherwise. The first that matches
+        counts.
     """
 
     factors: Factors | str
     axes: Axes = ("dp",)
     placement: tuple[str, ...] | None = None
     gpu_order: tuple[int, ...] | None = None
+    groups: tuple[tuple[str, Factors | str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.factors} over {', '.join(self.axes)}"
+        groups = "".join(f"; {name}: {factors}" for name, factors in self.groups)
+        return f"{self.factors}{groups} over {', '.join(self.axes)}"
+
+    def of_groups(self, mesh: Mapping[str, int]) -> list[SplitAxes]:
+        """The axes of `mesh` (sizes by name) that split the states of each group. Raises what `on` raises."""
+        found = []
+        for name, factors in self.groups:
+            try:
+                found.append(replace(self, factors=factors, groups=()).on(mesh))
+            except ShardingError as error:
+                raise ShardingError(f"group {name!r}: {error}") from None
+        return found
 
     def on(self, mesh: Mapping[str, int]) -> SplitAxes:
-        """The axes of `mesh` (sizes by name) that split each state.
+        """The axes of `mesh` (sizes by name) that split each state of the parameters that are in no group.
 
         Raises:
           ShardingError: the mesh lacks an axis, has another number of devices, or no axes carry out a factor.
@@ -65,16 +81,16 @@ class StatePlan:
     def section(self, mesh: Mapping[str, int]) -> ShardingPlan:
         """The section of a plan file that says the same, for a mesh (sizes by name). Raises what `on` raises."""
         self.on(mesh)
-        factors, _ = self._factors_on(mesh)
-        return ShardingPlan(factors, "inside", placement=self.placement, axes=self.axes, gpu_order=self.gpu_order)
+        self.of_groups(mesh)
+        factors, sizes = self._factors_on(mesh)
+        groups = tuple((name, _on_sizes(each, sizes)) for name, each in self.groups)
+        return ShardingPlan(factors, "inside", self.placement, self.axes, self.gpu_order, groups)
 
     def _factors_on(self, mesh: Mapping[str, int]) -> tuple[Factors, list[int]]:
         """The factors, and the sizes of the axes."""
         self._check_axes(mesh)
         sizes = [mesh[axis] for axis in self.axes]
-        if isinstance(self.factors, str):
-            return Factors.named(self.factors, Factor(sizes[-1], math.prod(sizes) // sizes[-1])), sizes
-        return self.factors, sizes
+        return _on_sizes(self.factors, sizes), sizes
 
     def _check_axes(self, mesh: Mapping[str, int]) -> None:
         missing = [axis for axis in self.axes if axis not in mesh]
@@ -108,42 +124,47 @@ class StatePlan:
         )
 
 
-@dataclass(frozen=True)
-class SplitAxes:
-    """The mesh axes that split model states, each the major axis first.
-
-    Attributes:
-      data: all data-parallel axes.
-      parameters, gradients, optimizer: those of them that split this state.
-    """
-
-    data: Axes
-    parameters: Axes = ()
-    gradients: Axes = ()
-    optimizer: Axes = ()
-
-    @property
-    def inside_out(self) -> Axes:
-        """The axes of the optimizer states, in the order in which they split a dimension.
-
-        Those of the parameters come first. So the share that a device updates lies within the share that it holds.
-        """
-        rest = [axis for axis in self.gradients if axis not in self.parameters]
-        last = [axis for axis in self.optimizer if axis not in (*self.parameters, *rest)]
-        return (*self.parameters, *rest, *last)
+def _on_sizes(factors: Factors | str, sizes: Sequence[int]) -> Factors:
+    """Factors, or those that a strategy has on mesh axes of these sizes."""
+    if isinstance(factors, str):
+        return Factors.named(factors, Factor(sizes[-1], math.prod(sizes) // sizes[-1]))
+    return factors
 
 
-def sharding_plan(plan: StatePlan | Factors | str | Path | Any, axes: Sequence[str] | str | None = None) -> StatePlan:
+def sharding_plan(
+    plan: StatePlan | Factors | str | Path | Any,
+    axes: Sequence[str] | str | None = None,
+    groups: Mapping[str, Factors | str] | None = None,
+) -> StatePlan:
     """Reads what the user says about sharded states.
 
     Args:
       plan: the name of a strategy, `Factors`, a `StatePlan`, or a plan with a sharding section, or its file.
       axes: the data-parallel mesh axes, the major one first; default: "dp", or those of `plan`.
+      groups: strategies or `Factors` of parameters that are sharded otherwise; default: those of `plan`. A key is a
+        part of the parameter's path in the state, such as "embedding" or "layers/*norm": parts that are joined by
+        slashes, and may have `*` and `?`. The first key that matches counts.
 
     Raises:
-      ShardingError: `plan` is none of these.
+      ShardingError: `plan` is none of these, or a group has no name or is no strategy.
     """
-    given = (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes)
+    made = _sharding_plan(plan, (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes))
+    return made if groups is None else replace(made, groups=_checked(groups))
+
+
+def _checked(groups: Any) -> tuple[tuple[str, Factors | str], ...]:
+    if not isinstance(groups, Mapping):
+        raise ShardingError(f"groups={groups!r} maps no names to strategies; write groups={{'embedding': 'zero1'}}")
+    for name, factors in groups.items():
+        check_group(name)
+        if not (isinstance(factors, Factors) or (isinstance(factors, str) and factors in STRATEGIES)):
+            raise ShardingError(
+                f"group {name!r}: {factors!r} is neither a strategy ({', '.join(STRATEGIES)}) nor Factors"
+            )
+    return tuple(groups.items())
+
+
+def _sharding_plan(plan: Any, given: Axes | None) -> StatePlan:
     if isinstance(plan, StatePlan):
         return replace(plan, axes=given or plan.axes)
     if isinstance(plan, str) and plan in STRATEGIES or isinstance(plan, Factors):
@@ -154,7 +175,7 @@ def sharding_plan(plan: StatePlan | Factors | str | Path | Any, axes: Sequence[s
     if section.split != "inside" and section.factors.optimizer.size > 1:
         line = f"the plan splits optimizer states {section.split} tensors, but dhelix splits inside each tensor"
         say_once(line, (line,))
-    return StatePlan(section.factors, given or section.axes, section.placement, section.gpu_order)
+    return StatePlan(section.factors, given or section.axes, section.placement, section.gpu_order, section.groups)
 
 
 def agreed(sharding: Any, section: ShardingPlan) -> StatePlan:
@@ -170,15 +191,26 @@ def agreed(sharding: Any, section: ShardingPlan) -> StatePlan:
     of_file = sharding_plan(section)
     if sharding is None:
         return of_file
-    said, known = sharding_plan(sharding), section.factors
-    factors = said.factors
-    if isinstance(factors, str):
-        group = known.parameters if known.parameters.size > 1 else None
-        factors = Factors.named(factors, known.mesh, group if factors in GROUPED else None)
+    said = sharding_plan(sharding)
     names_axes = not (isinstance(sharding, Factors) or sharding == said.factors)
-    if factors != known or (names_axes and said.axes != of_file.axes):
+    same = [name for name, _ in said.groups] == [name for name, _ in section.groups] and all(
+        _agree(one, known)
+        for one, known in zip(
+            [said.factors, *(factors for _, factors in said.groups)],
+            [section.factors, *(factors for _, factors in section.groups)],
+            strict=True,
+        )
+    )
+    if not same or (names_axes and said.axes != of_file.axes):
         raise ShardingError(f"sharding= (--states) says {said}, but the plan says {of_file}: leave one of both out")
     return of_file
+
+
+def _agree(said: Factors | str, known: Factors) -> bool:
+    if isinstance(said, str):
+        group = known.parameters if known.parameters.size > 1 else None
+        said = Factors.named(said, known.mesh, group if said in GROUPED else None)
+    return said == known
 
 
 def _section(plan: Any) -> ShardingPlan:
@@ -245,9 +277,17 @@ def data_axes(
       ShardingError: the plan needs another number of devices, "mics" has no group, or a plan of factors has one.
     """
     made = sharding_plan(plan)
-    factors = made.factors
-    if not isinstance(factors, str) and group is not None:
+    if not isinstance(made.factors, str) and group is not None:
         raise ShardingError("a group is for a strategy, such as zero1; the plan's factors say their groups themselves")
+    factors = _of_devices(made.factors, count, group)
+    groups = tuple((name, _of_devices(one, count, group)) for name, one in made.groups)
+    sizes = axis_sizes(factors, *(one for _, one in groups))
+    names = made.axes if len(made.axes) == len(sizes) else axis_names(len(sizes))
+    return dict(zip(names, sizes, strict=True)), replace(made, factors=factors, axes=names, groups=groups)
+
+
+def _of_devices(factors: Factors | str, count: int, group: int | None) -> Factors:
+    """Factors over `count` data-parallel devices, or those that a strategy has there. Raises as `data_axes`."""
     if isinstance(factors, str):
         if factors in GROUPED and group is None:
             raise ShardingError(
@@ -258,9 +298,7 @@ def data_axes(
         raise ShardingError(
             f"the plan is for {factors.mesh.size} data-parallel devices ({factors.mesh}), but there are {count}"
         )
-    sizes = axis_sizes(factors)
-    names = made.axes if len(made.axes) == len(sizes) else axis_names(len(sizes))
-    return dict(zip(names, sizes, strict=True)), replace(made, factors=factors, axes=names)
+    return factors
 
 
 def _placed(plan: StatePlan, devices: list[Any], mesh: Factor, nodes: Sequence[str] | None) -> list[Any]:

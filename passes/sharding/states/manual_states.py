@@ -81,43 +81,39 @@ class ManualStates:
     """The shard_maps of a program, while the states that they take and return are sharded.
 
     Every shard_map is changed once, by `finish`, however many states it takes.
-
-    Attributes:
-      parameters: the data-parallel axes over which parameters stay split while the model reads them.
-      gradients: the data-parallel axes over which gradients are split in each micro-batch.
     """
 
-    def __init__(self, entry: Computation, parameters: Axes = (), gradients: Axes = ()) -> None:
+    def __init__(self, entry: Computation) -> None:
         self.manuals = manual_computations(entry)
-        self.parameters, self.gradients = parameters, gradients
         self._module = entry.module
         self._channels = itertools.count(free_channel(entry.module))
         self._users = {manual.body: manual.body.users() for manual in self.manuals}
         self._taken = {manual.body: _taken(manual) for manual in self.manuals}
         self._given = {manual.body: manual.results for manual in self.manuals}
-        self._entered: dict[Computation, dict[Instruction, tuple[_Shards, Instruction]]] = {}
+        self._entered: dict[Computation, dict[Instruction, tuple[_Shards, Axes, Instruction]]] = {}
         self._scattered: dict[Computation, list[tuple[Instruction, _Shards | None]]] = {}
 
-    def enter(self, whole: Instruction, readers: Sequence[Instruction]) -> None:
+    def enter(self, whole: Instruction, readers: Sequence[Instruction], parameters: Axes) -> None:
         """Lets a parameter enter shard_maps in shards, unless other instructions read it whole, too.
 
         Args:
           whole: the sharding constraint that would gather the parameter.
           readers: the instructions that read `whole`.
+          parameters: the data-parallel axes over which the parameter stays split while the model reads it.
         """
         (state,) = whole.operands
-        sharded = stated(state)
         others = any(reader.opcode != "custom-call" for reader in readers)
-        if sharded is None or (others and not self.parameters):
+        if stated(state) is None or (others and not parameters):
             return
         for manual in self.manuals:
             edge = manual.to_local
             if edge is not None and edge in readers:
                 for k in [k for k, operand in enumerate(edge.operands) if operand is whole]:
-                    self._enter(manual, edge, k, state, sharded)
+                    self._enter(manual, k, state, parameters)
 
-    def _enter(self, manual: ManualComputation, edge: Instruction, k: int, state: Instruction, sharded: Split) -> None:
-        before = self._taken[manual.body][k]
+    def _enter(self, manual: ManualComputation, k: int, state: Instruction, parameters: Axes) -> None:
+        edge, before, sharded = manual.to_local, self._taken[manual.body][k], stated(state)
+        assert edge is not None and sharded is not None  # see `enter`
         shards = _Shards.between(before, sharded, mesh_axes(self._module, before.mesh))
         if shards is None or not set(shards.axes) <= set(manual.axis_names):
             return
@@ -125,7 +121,7 @@ class ManualStates:
         for number, operand in enumerate(manual.call.operands):
             if _index(operand) == k:
                 parameter = manual.body.parameters[number]
-                entered[parameter] = shards, state
+                entered[parameter] = shards, parameters, state
                 for value in (parameter, operand):
                     divide(value.shape, shards.dimension, shards.count)
         edge.operands[k] = state
@@ -146,12 +142,13 @@ class ManualStates:
         made.proto.metadata.CopyFrom(like.proto.metadata)
         return made
 
-    def leave(self, value: Instruction, sharded: Split) -> bool:
+    def leave(self, value: Instruction, sharded: Split, gradients: Axes) -> bool:
         """Lets a gradient leave a shard_map in shards, if the shard_map sums it over the devices that hold the shards.
 
         Args:
           value: the gradient, as the shard_map returns it.
           sharded: how it is split afterwards.
+          gradients: the data-parallel axes over which it is split in each micro-batch.
 
         Returns:
           Whether it does.
@@ -170,7 +167,7 @@ class ManualStates:
         if axes is None or not set(shards.axes) <= set(axes):
             return False
         copies = tuple(axis for axis in axes if axis not in shards.axes)
-        root.operands[position] = self._scatter(manual, chain, shards, copies)
+        root.operands[position] = self._scatter(manual, chain, shards, gradients, copies)
         held = [root.shape.tuple_shapes[position], manual.call.shape.tuple_shapes[position]]
         for shape in [*held, *(o.shape for o in edge.operands if _index(o) == position)]:
             divide(shape, shards.dimension, shards.count)
@@ -178,12 +175,12 @@ class ManualStates:
         return True
 
     def _scatter(
-        self, manual: ManualComputation, chain: list[Instruction], shards: _Shards, copies: Axes
+        self, manual: ManualComputation, chain: list[Instruction], shards: _Shards, gradients: Axes, copies: Axes
     ) -> Instruction:
         """The chain of `_scaled_sum` on shards: reduce-scatters, an all-reduce over the copies, and the scaling."""
         *scaling, total = chain
         builder, (made,) = Builder(total.computation), total.operands
-        early, late = shards.cut(self.gradients)
+        early, late = shards.cut(gradients)
         for part in filter(None, (early, late)):
             made = self._reduce_scatter(total, made, shards.dimension, part)
             self._scattered.setdefault(manual.body, []).append((made, part if part is early else None))
@@ -235,9 +232,9 @@ class ManualStates:
 
     def _gather_entered(self, body: Computation) -> None:
         users, late = body.users(), LateGathers()
-        for parameter, (shards, state) in self._entered.get(body, {}).items():
+        for parameter, (shards, parameters, state) in self._entered.get(body, {}).items():
             value, readers = parameter, users[parameter]
-            major, minor = shards.cut(self.parameters)
+            major, minor = shards.cut(parameters)
             if minor is not None:
                 value = self._gather(parameter, shards.dimension, minor, state)
             for reader in readers:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from dhelix.passes.sharding.factors import Factor, ShardingError, admissible
-from dhelix.passes.sharding.groups import ParameterGroup, held, solve
+from dhelix.passes.sharding.groups import ParameterGroup, held, plan_of, solve
 from dhelix.passes.sharding.planner import TIE, evaluate
 from dhelix.passes.sharding.sizes import FROZEN, MIXED, Batch
 from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, job, llama
@@ -39,6 +39,16 @@ def test_experts_choose_within_their_own_mesh() -> None:
     found = solve(GROUPS, TIMES, 60e9)
     assert list(found) == ["layers", "experts", "base"]
     assert found["experts"].factors.mesh == Factor(2, 2)
+
+
+def test_what_it_chose_is_a_plan() -> None:
+    solved = solve([GROUPS[0], GROUPS[2]], TIMES, 60e9)
+    plan = plan_of(solved, others="layers")
+    assert plan.factors == solved["layers"].factors and dict(plan.groups) == {"base": solved["base"].factors}
+    with pytest.raises(ShardingError, match="no group is called 'head'; choose from layers, base"):
+        plan_of(solved, others="head")
+    with pytest.raises(ShardingError, match="group 'experts' is on a mesh of 2x2, but the other parameters on 4x4"):
+        plan_of(solve(GROUPS, TIMES, 60e9), others="layers")
 
 
 def test_bad_groups() -> None:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import dhelix
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.sharding.factors import Factor, ShardingError
-from dhelix.passes.sharding.states.state_sharding import find_states
+from dhelix.passes.sharding.states.updates import find_states
 from dhelix.runtime.compiler import lowering, memory_need, tuned
 from dhelix.runtime.planning.live_plan import PlannedStates
 from dhelix.runtime.planning.step_sizes import StepSizes

@@ -15,7 +15,8 @@ from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.sharding.factors import ONE, STRATEGIES, Factor, Factors, ShardingError
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
-from dhelix.runtime.sharding.state_plan import SplitAxes, StatePlan, data_axes, mesh_of, sharding_plan
+from dhelix.passes.sharding.states.state_axes import SplitAxes
+from dhelix.runtime.sharding.state_plan import StatePlan, data_axes, mesh_of, sharding_plan
 
 PARTIAL = Factors(Factor(4, 2), ONE, ONE, Factor(4))
 TWO = {"node": 2, "gpu": 4}

@@ -1,7 +1,8 @@
 """Training of a small model on 8 CPU devices, with states that are whole or sharded.
 
 The step is what a user could have written: a scan over micro-batches, AdamW, clipping by the global norm. With
-`manual`, a shard_map computes the gradients, and sums them over data-parallel devices itself.
+`manual`, a shard_map computes the gradients, and sums them over data-parallel devices itself. With `tokens`, an
+embedding is added to the rows.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.pass_lists import default_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
-LAYERS, WIDTH, HIDDEN, ROWS = 3, 16, 32, 2
+LAYERS, WIDTH, HIDDEN, ROWS, TOKENS = 3, 16, 32, 2, 64
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 SPECS = {
     "layers": {"up": P(None, None, "tp"), "bias": P(None, "tp"), "down": P(None, "tp")},
+    "embedding": P(None, "tp"),
     "head": P(),
     "gain": P(),
     "odd": P(),
@@ -42,7 +44,7 @@ def mesh(**axes: int) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def parameters() -> Tree:
+def parameters(tokens: bool = False) -> Tree:
     draw = np.random.default_rng(0)
 
     def normal(*size: int) -> np.ndarray:
@@ -53,13 +55,16 @@ def parameters() -> Tree:
         "bias": normal(LAYERS, HIDDEN),
         "down": normal(LAYERS, HIDDEN, WIDTH),
     }
-    return {"layers": layers, "head": normal(WIDTH, WIDTH), "gain": np.float32(1.5), "odd": normal(3)}
+    others = {"head": normal(WIDTH, WIDTH), "gain": np.float32(1.5), "odd": normal(3)}
+    return {"layers": layers, **others, **({"embedding": normal(TOKENS, WIDTH)} if tokens else {})}
 
 
 def loss(params: Tree, x: jax.Array) -> jax.Array:
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
         return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"], None
 
+    if "embedding" in params:
+        x = x + params["embedding"][(jnp.abs(x[:, 0]) * 1000).astype(int) % TOKENS]
     y = lax.scan(layer, x, params["layers"])[0] @ params["head"]
     return params["gain"] * jnp.mean((y - jnp.sin(x)) ** 2) + jnp.sum(params["odd"] ** 2)
 
@@ -73,12 +78,14 @@ class Case:
       data: its data-parallel axes.
       microbatches: number of micro-batches.
       manual: whether a shard_map computes the gradients.
+      tokens: whether the model has an embedding.
     """
 
     mesh: Mesh
     data: Sequence[str] = ("dp",)
     microbatches: int = 1
     manual: bool = False
+    tokens: bool = False
 
     def state(self) -> Tree:
         """The first state, whole on all data-parallel devices."""
@@ -87,7 +94,9 @@ class Case:
             known = P(*(axis if axis in self.mesh.shape else None for axis in spec))
             return jax.device_put(value, NamedSharding(self.mesh, known))
 
-        params = jax.tree.map(place, SPECS, parameters(), is_leaf=lambda leaf: isinstance(leaf, P))
+        values = parameters(self.tokens)
+        specs = {name: SPECS[name] for name in values}
+        params = jax.tree.map(place, specs, values, is_leaf=lambda leaf: isinstance(leaf, P))
         return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
     def batch(self, step: int = 0) -> jax.Array:

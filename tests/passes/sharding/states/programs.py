@@ -17,6 +17,7 @@ from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import PassReport
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
+from dhelix.passes.sharding.states.state_axes import SplitAxes
 from dhelix.passes.sharding.states.state_sharding import StateSharding
 from dhelix.runtime.compiler import lowering
 
@@ -47,7 +48,7 @@ def momentum(w: jax.Array, m: jax.Array, gradient: jax.Array) -> tuple[jax.Array
 
 def state_sharding(data: Sequence[str] = ("dp",), **axes: Sequence[str]) -> StateSharding:
     """The pass of zero1; `axes` says otherwise."""
-    return StateSharding(tuple(data), **{"optimizer": tuple(data), **{k: tuple(v) for k, v in axes.items()}})
+    return StateSharding(SplitAxes(tuple(data), **{"optimizer": tuple(data), **{k: tuple(v) for k, v in axes.items()}}))
 
 
 def changed(lowered: jax.stages.Lowered, *passes: Any) -> tuple[jax.stages.Lowered, PassReport]:

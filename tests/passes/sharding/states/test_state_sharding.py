@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
+from dhelix.passes.sharding.states.state_axes import SplitAxes, StateGroup
 from dhelix.tests.passes.sharding.states import programs
 from dhelix.tests.passes.sharding.states.programs import LAYERS, WIDTH
 
@@ -140,3 +142,26 @@ def test_a_state_that_is_placed_otherwise_is_refused(spec: P, said: str) -> None
     lowered = jax.jit(step).lower(*arguments(spec, other=2, dp=4))
     with pytest.raises(DhelixError, match=re.escape(said)):
         programs.changed(lowered, programs.state_sharding(("other", "dp"), optimizer=("dp",)))
+
+
+def test_groups_that_tear_a_parameter_and_its_moment_apart_are_refused() -> None:
+    whole = StateGroup("the parameter", SplitAxes(("dp",)), frozenset([0]))
+    said = "w is in group the parameter, but m, which is updated together with it, in the others"
+    with pytest.raises(DhelixError, match=said):
+        programs.changed(jax.jit(step).lower(*arguments()), replace(programs.state_sharding(), groups=(whole,)))
+
+
+def test_each_state_has_the_axes_of_its_group() -> None:
+    """With two parameters, of which one stays split while the model reads it."""
+
+    def both(w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+        gw, gv = jax.grad(lambda w, v: programs.stack(x, w) + programs.stack(x, v), argnums=(0, 1))(w, v)
+        return w - gw, v - gv
+
+    group = StateGroup("v", SplitAxes(("dp",), ("dp",), ("dp",), ("dp",)), frozenset([1]))
+    lowered = jax.jit(both).lower(*arguments())
+    after, report = programs.changed(lowered, replace(programs.state_sharding(), groups=(group,)))
+    gathered = [i for i in programs.module(after).entry.instructions if is_sharding_constraint(i)]
+    gathered = [i for i in gathered if i.operands[0].opcode == "parameter"]
+    assert sorted(i.operands[0].proto.parameter_number for i in gathered if not any(stated(i).axes)) == [0]
+    assert [note.message.split(":")[0] for note in report.notes] == ["v", "the others"]
