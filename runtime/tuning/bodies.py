@@ -34,6 +34,9 @@ from dhelix.runtime.profiling.traces.module_executions import by_instruction, st
 
 type Times = Mapping[Instruction, Sequence[Execution]]
 
+LEAST_NOISE, MOST_NOISE = 0.003, 0.03
+"""Bounds of the relative noise that is assumed."""
+
 _MOST = 12
 """Collectives of a body that are tuned, at most."""
 _PIECES = 6
@@ -81,6 +84,10 @@ class Body:
     pieces: tuple[tuple[Instruction, ...], ...]
     overlap: Overlap
     default: BodyTimes
+
+
+type StepTimes = Mapping[str, BodyTimes]
+"""Times of the bodies of a step, by fingerprint."""
 
 
 class Trace:
@@ -168,6 +175,23 @@ def times_of(body: Body, trace: Trace) -> BodyTimes:
         tuple(max(sum(map(trace.of, piece)), tiny) for piece in body.pieces),
         max(trace.whole(body.computation), tiny),
     )
+
+
+def are_of(bodies: Sequence[Body], times: StepTimes) -> bool:
+    """Whether recorded times have these overlaps, cut into as many parts. Another run may have cut them otherwise."""
+
+    def parts(one: BodyTimes) -> tuple[int, int]:
+        return len(one.collectives), len(one.computations)
+
+    return all(b.fingerprint in times and parts(times[b.fingerprint]) == parts(b.default) for b in bodies)
+
+
+def noise_of(bodies: Sequence[Body], again: StepTimes) -> float:
+    """The relative noise of a body's time, from two traces with the same settings."""
+    differences = [abs(math.log(again[body.fingerprint].whole / body.default.whole)) for body in bodies]
+    shares = [body.runs * body.default.whole for body in bodies]
+    mean = sum(d * s for d, s in zip(differences, shares, strict=True)) / sum(shares)
+    return min(max(mean, LEAST_NOISE), MOST_NOISE)
 
 
 def _worth_tuning(collectives: Sequence[Instruction], trace: Trace, runs: int) -> list[Instruction]:

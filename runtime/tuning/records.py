@@ -17,8 +17,8 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes.framework.fingerprint import of_bytes
-from dhelix.runtime.tuning.bodies import BodyTimes
-from dhelix.runtime.tuning.step_search import StepSettings, StepTimes
+from dhelix.runtime.tuning.bodies import BodyTimes, StepTimes
+from dhelix.runtime.tuning.step_search import StepSettings
 
 _BEGAN, _TIMES, _FAILED = "began", "times", "failed"
 

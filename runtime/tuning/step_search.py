@@ -33,13 +33,10 @@ from dhelix.profiles.channels.channel_model import ChannelSetting
 from dhelix.profiles.channels.model_fit import MeasuredTimes
 from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.tuning import rounds
-from dhelix.runtime.tuning.bodies import Body, BodyTimes
+from dhelix.runtime.tuning.bodies import Body, BodyTimes, StepTimes
 
 type StepSettings = Mapping[Identity, NcclSetting]
 """Settings of the step's collectives. Those that are missing run as NCCL has it."""
-
-type StepTimes = Mapping[str, BodyTimes]
-"""Times of the bodies by fingerprint."""
 
 DEFAULTS, UNIFORM, ALONE, TUNED = "NCCL's defaults", "one setting for all", "each alone", "dhelix"
 BEFORE = "dhelix, before the new order"

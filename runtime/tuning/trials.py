@@ -35,9 +35,9 @@ from dhelix.runtime.processes.launch_settings import NO_GRAPHS
 from dhelix.runtime.profiling.in_process import copies
 from dhelix.runtime.profiling.traces import executions
 from dhelix.runtime.tuning import in_effect, plugin
-from dhelix.runtime.tuning.bodies import Body, Trace, bodies_of, times_of
+from dhelix.runtime.tuning.bodies import Body, StepTimes, Trace, bodies_of, times_of
 from dhelix.runtime.tuning.plugin import Asked, TunerError
-from dhelix.runtime.tuning.step_search import StepSettings, StepTimes
+from dhelix.runtime.tuning.step_search import StepSettings
 from dhelix.runtime.tuning.tables import table
 
 _TRACED, _TIMED = 3, 3  # steps of a trace, and of a time

@@ -49,11 +49,11 @@ from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 from dhelix.runtime.tuning import plugin
-from dhelix.runtime.tuning.bodies import Body, BodyTimes
+from dhelix.runtime.tuning.bodies import LEAST_NOISE, MOST_NOISE, Body, BodyTimes, StepTimes, are_of, noise_of
 from dhelix.runtime.tuning.plugin import TunerError
 from dhelix.runtime.tuning.records import Records, digest, read
 from dhelix.runtime.tuning.reordering import Reordering, repeated
-from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, Found, StepSearch, StepSettings, StepTimes, failed
+from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, Found, StepSearch, StepSettings, failed
 from dhelix.runtime.tuning.trials import StepTrials
 from dhelix.runtime.tuning.tuned import Start, Tuned
 
@@ -67,8 +67,10 @@ _NO_MATTER = ("NCCL_DEBUG", "NCCL_TUNER_PLUGIN")
 """Variables that change no time."""
 
 _ROUNDS, _ROUNDS_OF_ONE = 5, 2
+_CANDIDATES, _MOST_COMPARING = 4, 0.25
+"""How many candidates are compared, and the most of the time that is kept for this."""
+
 _MOST_SLOWS = 4.0
-_LEAST_NOISE, _MOST_NOISE = 0.003, 0.03
 
 
 def tune(
@@ -124,7 +126,8 @@ def tune(
     given = tuple(one for n, one in enumerate(arguments) if n not in static)
     kept = None if records is None else Path(records)
     last = [StepTrials(lowered, given, base.target, use_up)]
-    first = Tuning(last[0], base, told, start, minutes, ended).run(out, kept)
+    tuning = Tuning(last[0], base, told, start, minutes, ended)
+    first = tuning.run(out, kept)
     if not order or not first.settings:
         return first
     reordering = Reordering(decorated, arguments, first.plan, told)
@@ -142,10 +145,11 @@ def tune(
             raise
         limit = agreement.largest("compare memory", max(made.memory, new.order.memory_limit))
         new = replace(new, order=replace(new.order, memory_limit=limit))
-        tuning = Tuning(made, new, told, time.monotonic(), (deadline - time.monotonic()) / 60.0, ended)
-        return tuning.run(None, kept, Start(best.settings, moved, best.alone))
+        left = (deadline - time.monotonic()) / 60.0
+        anew = Tuning(made, new, told, time.monotonic(), left, ended)
+        return anew.run(None, kept, Start(best.settings, moved, best.alone))
 
-    tuned = repeated(first, reordering.ordered, again, lambda: _late(deadline), told)
+    tuned = repeated(first, reordering.ordered, again, lambda: _late(deadline - tuning.comparison), told)
     save(tuned.plan, out)
     return replace(tuned, spent=time.monotonic() - start)
 
@@ -191,7 +195,11 @@ class Trials(Protocol):
 
 
 class Tuning:
-    """One tuning; `tune` runs it."""
+    """One tuning; `tune` runs it.
+
+    Attributes:
+      comparison: seconds that are kept for the comparison of candidates, once a trace has shown how long a step takes.
+    """
 
     def __init__(
         self,
@@ -206,6 +214,7 @@ class Tuning:
         self._ended = ended
         self._told, self._start, self._deadline = told, start, start + 60.0 * minutes
         self._notes: list[str] = []
+        self.comparison = 0.0
 
     def run(self, out: str | Path | None, records: Path | None, start: Start | None = None) -> Tuned:
         try:
@@ -223,10 +232,13 @@ class Tuning:
         self._told("traces the step")
         searches = self._deadline > self._start
         bodies = self._trials.bodies() if searches else ()
-        noise = _LEAST_NOISE
+        noise = LEAST_NOISE
         if bodies:
             self._told("traces the step again, for the noise")
-            noise = _noise(bodies, self._trials.times(bodies, {}))
+            began = time.monotonic()
+            noise = noise_of(bodies, self._trials.times(bodies, {}))
+            one = time.monotonic() - began  # a trace runs as many steps as a time
+            self.comparison = min(_ROUNDS * _CANDIDATES * one, _MOST_COMPARING * (self._deadline - self._start))
         # Step 3.
         measure = self._measure(bodies, records)
         if bodies:
@@ -261,12 +273,12 @@ class Tuning:
 
         def measured(settings: StepSettings) -> StepTimes:
             times = known.find(settings)
-            if times is not None and _are_of(bodies, times):
+            if times is not None and are_of(bodies, times):
                 return times
             if why := known.failed.get(digest(settings)):
                 self._notes.append(f"settings that failed count as slow: {why}")
                 return failed(bodies)
-            if _late(self._deadline):
+            if _late(self._deadline - self.comparison):
                 raise LimitReached(f"{(self._deadline - self._start) / 60.0:g} minutes have passed")
             agreement.together("begin a measurement", lambda: known.begin(settings), (DhelixError,))
             times = self._trials.times(bodies, settings)
@@ -296,7 +308,7 @@ class Tuning:
                 times[key].append(self._trials.seconds(settings))
         found = {name: statistics.median(times[digest(settings)]) for name, settings in candidates.items()}
         spread = statistics.stdev(times[digest(candidates[DEFAULTS])]) / found[DEFAULTS]
-        return found, min(max(2.5 * spread / math.sqrt(rounds), _LEAST_NOISE), _MOST_NOISE)
+        return found, min(max(2.5 * spread / math.sqrt(rounds), LEAST_NOISE), MOST_NOISE)
 
     def _rows(
         self,
@@ -380,20 +392,3 @@ def _base(plan: str | Path | Plan | None, step: InterleavedStep, name: str) -> P
 def _space() -> Space:
     version = tuple(map(int, nccl_version().split(".")[:2]))
     return Space(CHANNELS, CHUNKS if version >= _CHUNKS_FROM else CHUNKS[-1:])
-
-
-def _are_of(bodies: Sequence[Body], times: StepTimes) -> bool:
-    """Whether recorded times have these overlaps, cut into as many parts. Another run may have cut them otherwise."""
-
-    def parts(one: BodyTimes) -> tuple[int, int]:
-        return len(one.collectives), len(one.computations)
-
-    return all(b.fingerprint in times and parts(times[b.fingerprint]) == parts(b.default) for b in bodies)
-
-
-def _noise(bodies: Sequence[Body], again: StepTimes) -> float:
-    """The relative noise of a body's time, from two traces with the same settings."""
-    differences = [abs(math.log(again[body.fingerprint].whole / body.default.whole)) for body in bodies]
-    shares = [body.runs * body.default.whole for body in bodies]
-    mean = sum(d * s for d, s in zip(differences, shares, strict=True)) / sum(shares)
-    return min(max(mean, _LEAST_NOISE), _MOST_NOISE)

@@ -16,6 +16,7 @@ from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.passes.tuning.space import Space
 from dhelix.runtime.tuning import rounds, tune_step
+from dhelix.runtime.tuning.bodies import StepTimes
 from dhelix.runtime.tuning.records import mark_failed
 from dhelix.runtime.tuning.step_search import (
     ALONE,
@@ -25,7 +26,6 @@ from dhelix.runtime.tuning.step_search import (
     UNIFORM,
     StepSearch,
     StepSettings,
-    StepTimes,
 )
 from dhelix.runtime.tuning.tune_step import Tuning
 from dhelix.runtime.tuning.tuned import Tuned, as_json
