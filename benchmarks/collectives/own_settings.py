@@ -4,8 +4,8 @@
 
 Without peer-to-peer, NCCL gives these collectives four channels. The settings here are not fast: every second
 collective gets one channel, the others three. NCCL's own log says with how many channels each call ran. The losses of
-the same steps under NCCL's defaults stand beside. Both runs use deterministic operations, so their losses must be equal
-in all digits.
+the same steps under NCCL's defaults stand beside, twice: attention's backward pass adds up in any order, so equal
+programs differ, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def main() -> None:
     log = Path(folder, "nccl.log")
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING,COLL", "NCCL_DEBUG_FILE": str(log)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     results = measured(options, log)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
@@ -102,11 +101,12 @@ def measured(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     before = len(calls(log))
     under_settings = losses(StepOptions(tuning=plan))
     every = calls(log)
+    again = losses(StepOptions())
     return {
         "gpu": gpu,
         "nccl": nccl_version(),
         "settings": [[*row.identity, row.setting.channels] for row in rows],
-        "losses": {"defaults": under_defaults, "settings": under_settings},
+        "losses": {"defaults": under_defaults, "settings": under_settings, "defaults again": again},
         "calls": {
             "defaults": _counted(every[:before]),
             "settings": _counted(every[before:]),
