@@ -33,7 +33,7 @@ from dhelix.launch.plan import picture as plan_picture
 from dhelix.launch.plan import program as plan_step
 from dhelix.launch.plan import tables as plan_tables
 from dhelix.launch.plan.program import Program
-from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, played, search
+from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, played, search, with_room
 from dhelix.launch.plan.tables import PlanView
 from dhelix.launch.profile import step as profile_step
 from dhelix.launch.shown.progress import Progress, say
@@ -49,8 +49,9 @@ from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.profiles.estimates import alike
 from dhelix.profiles.files import storage
+from dhelix.profiles.hardware import describe
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
-from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler import deviceless, memory_need
 from dhelix.runtime.step.options import StepOptions
 
 _ORDERING = ("dp", "list")  # schedules that order two strands
@@ -184,20 +185,23 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             ]
         programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
     asked = _order_options(chosen)
-    limit = MemoryLimit.of(asked.most_bytes, plain)
-    with _Work(console, len(programs) + (options is not None)) as work:
-        find = functools.partial(search, options=asked, limit=limit)
-        candidates = _candidates(programs, find, work, console)
-        if options is None:
-            best = min(candidates, key=Candidate.rank)
-            memory = best.program.memory
-        else:
+
+    def planned(limit: MemoryLimit) -> tuple[list[Candidate], Candidate, Memory | None]:
+        with _Work(console, len(programs) + (options is not None)) as work:
+            find = functools.partial(search, options=asked, limit=limit)
+            candidates = _candidates(programs, find, work, console)
+            if options is None:
+                best = min(candidates, key=Candidate.rank)
+                return candidates, best, best.program.memory
             of_setting = {model.setting: model for model in models}
 
             def again(candidate: Candidate, closer: MemoryLimit) -> Candidate:
                 return find(candidate.program, of_setting[candidate.plan.target.setting], limit=closer)
 
-            candidates, best, memory = _confirmed(candidates, again, options, limit, work, console)
+            return _confirmed(candidates, again, options, limit, work, console)
+
+    usual, room = MemoryLimit.of(asked.most_bytes, plain), memory_need.room(describe(gpu))
+    (candidates, best, memory), limit = with_room(planned, usual, room, functools.partial(say, console))
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     gain = _gain(best, plain or best.program, {model.setting: model for model in models})
     if chosen["inter_bandwidth"] and not gain.after.assumed:

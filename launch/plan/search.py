@@ -11,6 +11,7 @@ A candidate's predictions are for the order of the plan.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -48,6 +49,9 @@ _REDUCED = 1.005
 """Factor on the predicted time of a plan that reduces gradients layer by layer. Such a plan is chosen only if it is at
 least 0.5 % faster. The factor was chosen by measurements (docs/research_log.md).
 """
+
+
+_WIDER = 2  # a limit that the user did not give is raised at most this many times
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,24 @@ class OverLimitError(DhelixError):
             f"--memory_limit={bytes_option(needed)} (per GPU, arguments included)"
         )
         self.needed = needed
+
+
+def with_room[T](
+    planned: Callable[[MemoryLimit], T], limit: MemoryLimit, room: int, told: Callable[[str], None]
+) -> tuple[T, MemoryLimit]:
+    """What `planned` finds, and the limit with which it finds it.
+
+    If nothing keeps to the default limit, the smallest sufficient one is taken, as long as it is at most `room` bytes.
+    """
+    for _ in range(_WIDER):
+        try:
+            return planned(limit), limit
+        except OverLimitError as error:
+            if limit.given or error.needed > room:
+                raise
+            told(f"No order needs as little memory as usual, but the GPU has room: {error}.")
+            limit = MemoryLimit(error.needed)
+    return planned(limit), limit
 
 
 def search(program: Program, model: CostModel, options: StepOptions, limit: MemoryLimit) -> Candidate:

@@ -21,7 +21,7 @@ from dhelix.launch.plan import picture as plan_picture
 from dhelix.launch.plan import program as plan_program
 from dhelix.launch.plan import tables as plan_tables
 from dhelix.launch.plan.program import Program
-from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, search
+from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, search, with_room
 from dhelix.launch.plan.tables import PlanView
 from dhelix.launch.profile import step as profile_step
 from dhelix.launch.train import trainer
@@ -230,6 +230,22 @@ def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_per
         with pytest.raises(OverLimitError, match=said) as refused:
             search(step, MODEL, DP, limit)
         assert search(step, MODEL, DP, MemoryLimit.of(refused.value.needed, None)).plan.bodies
+
+
+def test_where_the_gpu_has_room_the_usual_limit_makes_way() -> None:
+    step, said = program(Memory(1 << 30, 0, 0, 1 << 28, "test")), list[str]()
+    frugal = program(Memory(1 << 30, 0, 0, 1 << 20, "test"))
+    usual = MemoryLimit.of(None, frugal)
+
+    def planned(limit: MemoryLimit) -> Candidate:
+        return search(step, MODEL, DP, limit)
+
+    found, limit = with_room(planned, usual, 1 << 40, said.append)
+    assert found.plan.bodies and limit.bytes is not None and limit.bytes > (usual.bytes or 0)
+    assert len(said) == 1 and "the GPU has room" in said[0]
+    for refused, room in ((usual, 1 << 20), (replace(usual, given=True), 1 << 40)):
+        with pytest.raises(OverLimitError):
+            with_room(planned, refused, room, said.append)
 
 
 def test_gaps_between_buffers_are_kept_free() -> None:
