@@ -43,7 +43,7 @@ from dhelix.launch.tune.worker import Request
 from dhelix.passes.framework.fingerprint import of_bytes
 from dhelix.passes.plans import plan_files
 from dhelix.passes.tuning.measurements import LimitReached
-from dhelix.profiles.profile import SETTINGS
+from dhelix.profiles.profile import FASTEST, SETTINGS
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.tuning.records import read
 from dhelix.runtime.tuning.step_search import DEFAULTS
@@ -59,6 +59,8 @@ _PROCESS_SHARE = 0.4
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Runs `dhelix tune` and returns its exit status. Raises DhelixError if the command fails."""
     chosen = values.flag_values_dict()
+    if chosen["settings"] is None:
+        chosen["settings"] = ["connections1", FASTEST[chosen["link"]]]
     _check(chosen, arguments)
     jax.config.update("jax_platforms", "cpu")  # the processes that measure need the GPUs
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)

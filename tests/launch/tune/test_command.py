@@ -87,9 +87,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def dhelix_tune(tmp_path: Path, *arguments: object) -> int:
+def dhelix_tune(tmp_path: Path, *arguments: object, settings: str = "--settings=connections1") -> int:
+    given = ["--preset=llama-demo", "--records", str(tmp_path / "records"), *filter(None, [settings])]
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune", "--preset=llama-demo", "--records", str(tmp_path / "records"), *map(str, arguments)])
+        cli.main(["tune", *given, *map(str, arguments)])
     return stopped.value.code or 0  # type: ignore[return-value]
 
 
@@ -133,8 +134,9 @@ def test_results_are_also_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_fastest_launch_setting_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dhelix_tune(tmp_path, "--noprocess", "--settings=default,small-buffers") == 0
+    assert dhelix_tune(tmp_path, "--noprocess", "--link=no-p2p", settings="") == 0
     runs = seen(tmp_path)
+    assert all(run["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" for run in runs)
     assert [run["environment"].get("NCCL_BUFFSIZE") for run in runs] == [None, "262144", "262144"]
 
 
