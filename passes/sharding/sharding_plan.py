@@ -52,6 +52,11 @@ def check_group(name: object) -> None:
         raise ShardingError(
             f"group {name!r} has no name; give parts of the path of parameters, joined by slashes: 'layers/*norm'"
         )
+    if name.split("/")[0].isdigit():
+        raise ShardingError(
+            f"group {name!r} begins with a number, which arguments of a step have as well; put the name before it: "
+            "'layers/0'"
+        )
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ A name is one part of a path, or several that are joined by slashes. Each part m
 `fnmatch`. The name matches a path that has such parts next to each other, anywhere.
 
 Optimizer states follow their parameter. Optax keeps them in named tuples (`mu`, `nu`), each of which holds a tree like
-that of the parameters. So somewhere in the state is a tree of parameters that has all paths of the moments' tree.
+that of the parameters. So somewhere in the state is a tree of parameters that has all paths of the moments' tree. It is
+in fewer named tuples than they are: in none, or in one if the train state itself is a named tuple.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,37 +32,40 @@ class LeafPath:
 
     Attributes:
       text: the path, its parts joined by slashes.
-      inside: the path within the innermost named tuple, without the field of the tuple; None outside of named tuples.
+      inside: the path within the innermost named tuple, without the field of the tuple; empty outside of named tuples.
+      depth: how many named tuples hold the leaf.
     """
 
     text: str
-    inside: str | None = None
+    inside: str = ""
+    depth: int = 0
 
     @property
     def tree(self) -> str:
         """The path of the field of the named tuple."""
-        return self.text.removesuffix(self.inside or "")
+        return self.text.removesuffix(self.inside)
 
 
 def paths_of(tree: Any) -> list[LeafPath]:
     """The path of each leaf of a tree, in order."""
     found = []
-    for parts, start in _walk(tree):
-        found.append(LeafPath("/".join(parts), None if start is None else "/".join(parts[start:])))
+    for parts, starts in _walk(tree):
+        found.append(LeafPath("/".join(parts), "/".join(parts[starts[-1] :]) if starts else "", len(starts)))
     return found
 
 
-def _walk(tree: Any) -> Iterator[tuple[tuple[str, ...], int | None]]:
-    """The parts of the path of each leaf, and where the path within a named tuple begins."""
+def _walk(tree: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """The parts of the path of each leaf, and where the path within each named tuple begins, the outermost first."""
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named_tuple):
         text = jax.tree_util.keystr(path, simple=True, separator="/")
         parts = tuple(text.split("/")) if path else ()
         if not _is_named_tuple(node):
-            yield parts, None
+            yield parts, ()
             continue
+        first = len(parts) + 1
         for field, value in zip(node._fields, node, strict=True):
-            for after, start in _walk(value):
-                yield (*parts, field, *after), len(parts) + 1 + (start or 0)
+            for after, starts in _walk(value):
+                yield (*parts, field, *after), (first, *(first + start for start in starts))
 
 
 def _is_named_tuple(node: Any) -> bool:
@@ -82,41 +87,60 @@ def group_numbers(names: Sequence[str], paths: Sequence[LeafPath]) -> list[int |
       paths: paths as `paths_of` returns them.
 
     Raises:
-      ShardingError: a name matches no path, or only paths that an earlier name matches.
+      ShardingError: a name matches no parameter, or only those that an earlier name matches.
     """
     matched = [next((n for n, name in enumerate(names) if matches(name, path.text)), None) for path in paths]
-    parameters = {"/" + path.text: n for path, n in zip(paths, matched, strict=True) if path.inside is None}
-    trees: dict[str, list[str]] = {}
-    for path in paths:
-        if path.inside:
-            trees.setdefault(path.tree, []).append("/" + path.inside)
-    roots = {tree: _roots(ends, parameters) for tree, ends in trees.items()}
+    numbers = {"/" + path.text: n for path, n in zip(paths, matched, strict=True)}
+    depths, roots = _trees_of_parameters(paths)
     found = []
     for path, own in zip(paths, matched, strict=True):
-        owners = {parameters[f"{root}/{path.inside}"] for root in roots[path.tree]} if path.inside else set()
+        owners = {numbers[f"{root}/{path.inside}"] for root in roots.get(path.tree, ())}
         found.append(owners.pop() if len(owners) == 1 else own)
+    deepest = max(depths, default=math.inf)
+    parameters = [path for path in paths if path.depth <= deepest]
     for n, name in enumerate(names):
-        if n not in found:
-            raise _matches_nothing(name, names, paths, matched)
+        if not any(number == n and path.depth <= deepest for path, number in zip(paths, found, strict=True)):
+            raise _matches_nothing(name, names, parameters)
     return found
 
 
-def _roots(ends: Sequence[str], parameters: Collection[str]) -> list[str]:
+def _trees_of_parameters(paths: Sequence[LeafPath]) -> tuple[set[int], dict[str, list[str]]]:
+    """The trees of parameters that each tree of optimizer states is like, and in how many named tuples they are.
+
+    They are in as few named tuples as any tree that has all paths of the states, and in fewer than the states.
+    """
+    levels: dict[int, list[str]] = {}
+    trees: dict[tuple[str, int], list[str]] = {}
+    for path in paths:
+        levels.setdefault(path.depth, []).append("/" + path.text)
+        if path.inside:
+            trees.setdefault((path.tree, path.depth), []).append("/" + path.inside)
+    depths, found = set[int](), dict[str, list[str]]()
+    for (tree, depth), ends in trees.items():
+        for level in sorted(level for level in levels if level < depth):
+            if roots := _roots(ends, levels[level]):
+                found[tree] = roots
+                depths.add(level)
+                break
+    return depths, found
+
+
+def _roots(ends: Sequence[str], parameters: Sequence[str]) -> list[str]:
     """The paths of trees of parameters in which all the paths `ends` occur."""
+    known = set(parameters)
     roots = [path.removesuffix(ends[0]) for path in parameters if path.endswith(ends[0])]
-    return [root for root in roots if all(root + end in parameters for end in ends)]
+    return [root for root in roots if all(root + end in known for end in ends)]
 
 
-def _matches_nothing(
-    name: str, names: Sequence[str], paths: Sequence[LeafPath], matched: Sequence[int | None]
-) -> ShardingError:
-    taken = [n for path, n in zip(paths, matched, strict=True) if n is not None and matches(name, path.text)]
-    if taken and names[taken[0]] != name:
+def _matches_nothing(name: str, names: Sequence[str], parameters: Sequence[LeafPath]) -> ShardingError:
+    before = names[: names.index(name)]
+    taken = [n for path in parameters if matches(name, path.text) for n in before if matches(n, path.text)]
+    if taken:
         return ShardingError(
-            f"group {name!r} is left without parameters: the group {names[taken[0]]!r} before it matches the same "
+            f"group {name!r} is left without parameters: the group {taken[0]!r} before it matches the same "
             "paths, and the first match counts; put the narrower name first"
         )
-    shown = [path.text for path in paths if path.inside is None] or [path.text for path in paths]
+    shown = [path.text for path in parameters]
     more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
     return ShardingError(
         f"group {name!r} matches no path of a parameter: {', '.join(shown[:_LISTED])}{more}; a name is parts of a path "

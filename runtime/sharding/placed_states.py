@@ -56,7 +56,14 @@ def _check_split(state: Any, plan: StatePlan, placed: Any) -> None:
     if not shardings:
         return
     numbers, axes, groups = _axes_of(state, plan, shardings[0].mesh)
+    leaves = jax.tree.leaves(state)
     any_split = any(entry for sharding in shardings for entry in sharding.spec)
+    arrays = any(number is None and np.ndim(leaf) for number, leaf in zip(numbers, leaves, strict=True))
+    if groups and axes.optimizer and not any_split and not arrays:
+        raise ShardingError(
+            f"the groups of the plan keep all parameters whole, and leave none that {plan.factors} could split; "
+            'write "dp" instead of the plan, or give less to the groups'
+        )
     for number, over in [(None, axes), *enumerate(groups)]:
         ours = [n for n, found in enumerate(numbers) if found == number]
         if not over.optimizer or not ours or (number is None and any_split):
@@ -64,7 +71,6 @@ def _check_split(state: Any, plan: StatePlan, placed: Any) -> None:
         used = [{axis for entry in shardings[n].spec for axis in _entry(entry)} for n in ours]
         if any(axes >= set(over.optimizer) for axes in used):
             continue
-        leaves = jax.tree.leaves(state)
         parts = math.prod(shardings[0].mesh.shape[axis] for axis in over.optimizer)
         largest = max((np.shape(leaves[n]) for n in ours), key=math.prod)
         of = "the state" if number is None else f"group {plan.groups[number][0]!r}"

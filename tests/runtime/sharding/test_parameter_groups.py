@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,6 +58,25 @@ def test_optimizer_states_follow_their_parameter(name: str) -> None:
     assert numbers["state/base/w"] is None
 
 
+class TrainState(NamedTuple):
+    params: Any
+    opt: Any
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_train_state_may_be_a_named_tuple(wrapped: bool) -> None:
+    """Its parameters are told from what the named tuples of the optimizer hold."""
+    params = {"a": {"w": np.ones(8)}, "b": {"w": np.ones(8)}}
+    optimizer = optax.MultiSteps(optax.adam(1e-3), 2)
+    state = TrainState(params, optimizer.init(params))
+    paths = paths_of(((state, np.ones(8)), {}) if wrapped else state)
+    ours = [path.text for path, n in zip(paths, group_numbers(["params/a"], paths), strict=True) if n == 0]
+    fields = ("params", "opt/inner_opt_state/0/mu", "opt/inner_opt_state/0/nu", "opt/acc_grads")
+    assert ours == [f"{'0/0/' if wrapped else ''}{field}/a/w" for field in fields]
+    with pytest.raises(ShardingError, match="group 'opt' matches no path of a parameter"):
+        group_numbers(["opt"], paths)
+
+
 def test_parameters_that_end_alike_are_no_moments_of_each_other() -> None:
     paths = paths_of({"layers": [{"w": 1}, {"w": 2}], "opt": optax.sgd(0.1).init({"w": 1})})
     assert group_numbers(["layers/0"], paths) == [0, None]
@@ -83,7 +102,11 @@ def test_arrays_are_placed_by_their_group() -> None:
             "group 'embeding' matches no path of a parameter: params/gain, params/head, ",
         ),
         ({"layers/*": "dp", "layers/up": "zero2"}, "the group 'layers/*' before it matches the same paths"),
-        ({"optimizer": "zero2"}, "no array of group 'optimizer' has a dimension that divides into 8 shards"),
+        ({"optimizer": "dp"}, "group 'optimizer' matches no path of a parameter: params/gain, "),
+        ({"count": "dp"}, "group 'count' matches no path of a parameter: params/gain, "),
+        ({"params": "dp"}, "the groups of the plan keep all parameters whole, and leave none that zero1 could split"),
+        ({"*": "dp"}, "the groups of the plan keep all parameters whole, and leave none that zero1 could split"),
+        ({"0": "dp"}, "group '0' begins with a number, which arguments of a step have as well"),
         ({"mu": "zero2"}, "group 'mu' matches no path of a parameter: params/gain, "),
         ({"head": "zero9"}, "group 'head': 'zero9' is neither a strategy (dp, zero1, "),
         ({"/head": "dp"}, "group '/head' has no name"),
