@@ -237,8 +237,8 @@ def mesh_of(
     Args:
       plan: what `sharding_plan` takes.
       devices: devices in order, those of a node next to each other; default: all.
-      group: for a strategy, the number of data-parallel devices over which states are sharded. "mics" and
-        "zero++" need it.
+      group: for strategies, also those of groups of parameters, the number of data-parallel devices over which states
+        are sharded. "mics" and "zero++" need it.
       nodes: the names of the nodes of `devices`, in their order. With them, a plan file's placement is carried out.
       **others: further axes, within a data-parallel device: `tp=4`.
 
@@ -277,7 +277,8 @@ def data_axes(
       ShardingError: the plan needs another number of devices, "mics" has no group, or a plan of factors has one.
     """
     made = sharding_plan(plan)
-    if not isinstance(made.factors, str) and group is not None:
+    strategies = any(isinstance(each, str) for each in (made.factors, *(each for _, each in made.groups)))
+    if group is not None and not strategies:
         raise ShardingError("a group is for a strategy, such as zero1; the plan's factors say their groups themselves")
     factors = _of_devices(made.factors, count, group)
     groups = tuple((name, _of_devices(one, count, group)) for name, one in made.groups)

@@ -120,6 +120,12 @@ def test_groups_that_cannot_be_are_one_error(groups: Any, said: str) -> None:
         shard_state(Case(mesh(dp=8)).state(), sharding_plan("zero1", groups=groups))
 
 
+def test_a_group_may_have_a_strategy_of_a_part_where_the_others_have_factors() -> None:
+    on, plan = mesh_of(sharding_plan(Factors.named("zero1", Factor(8)), groups={"head": "mics"}), group=4)
+    assert dict(on.shape) == {"dp_1": 2, "dp_0": 4}
+    assert plan.on(on.shape).optimizer == ("dp_1", "dp_0") and plan.of_groups(on.shape)[0].parameters == ("dp_0",)
+
+
 def test_no_mesh_has_parts_of_two_and_of_three_devices() -> None:
     twos, threes = (Factors.named("zero1", Factor(6), Factor(size)) for size in (2, 3))
     with pytest.raises(ShardingError, match="no mesh axes have parts of 2 and of 3 devices at once"):
