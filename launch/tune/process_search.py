@@ -2,9 +2,9 @@
 
     found = search(evaluate, fixed={"NCCL_NTHREADS"})      # evaluate(environment) -> seconds of a step
 
-NCCL reads these variables once, so each candidate needs a process of its own. Buffers and channels belong together: all
-channels' buffers together should fit the cache of what they lie in. So smaller buffers alone are slower, more channels
-alone too, and both together can be faster.
+NCCL reads these variables once, so each candidate needs a process of its own. Buffers and channels belong together:
+without peer-to-peer, smaller buffers alone were slower, more channels alone too, and both together faster
+(docs/results/tuning.md).
 
     1  the process as it is
     2  pairs of buffers and channels       all with the same bytes together
@@ -24,19 +24,15 @@ from types import MappingProxyType
 
 from dhelix.passes.tuning.measurements import LimitReached
 
-BUFFER, CHANNELS, PEER_CHANNELS, THREADS = (
-    "NCCL_BUFFSIZE",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MIN_P2P_NCHANNELS",
-    "NCCL_NTHREADS",
-)
+BUFFER, THREADS = "NCCL_BUFFSIZE", "NCCL_NTHREADS"
+CHANNELS, PEER_CHANNELS = "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS"
 VARIABLES = (BUFFER, CHANNELS, PEER_CHANNELS, THREADS)
 
 _BUFFERS = (None, *(1 << n for n in range(21, 16, -1)))  # bytes of each channel's buffer; NCCL's own are 4 MiB
 _CHANNELS = (None, 8, 16, 32)
 _MOST_CHANNELS = 32
 _TOGETHER = 4 << 20
-"""Bytes of all buffers together, in step 2. A processor core's own cache has about as many."""
+"""Bytes of all buffers together, in step 2. They are those of the launch setting `small-buffers`, found by hand."""
 
 _FASTER = 0.005
 """A step must be faster by this fraction. Each process is measured once, so less may be chance."""

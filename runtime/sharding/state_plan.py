@@ -49,7 +49,7 @@ class StatePlan:
 
     def __str__(self) -> str:
         groups = "".join(f"; {name}: {factors}" for name, factors in self.groups)
-        return f"{self.factors}{groups} over {', '.join(self.axes)}"
+        return f"{self.factors} over {', '.join(self.axes)}{groups}"
 
     def of_groups(self, mesh: Mapping[str, int]) -> list[SplitAxes]:
         """The axes of `mesh` (sizes by name) that split the states of each group. Raises what `on` raises."""
