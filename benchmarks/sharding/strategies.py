@@ -2,27 +2,30 @@
 
     python benchmarks/sharding/strategies.py --settings copy_engine1,no_p2p_small_buffers --out DIR
     python benchmarks/sharding/strategies.py --settings two_nodes_sockets --only 'M [14],' --out DIR
+    python benchmarks/sharding/strategies.py --settings default,copy_engine1 --only 'copy_engine1|XLA' --out DIR
     python benchmarks/sharding/strategies.py --settings copy_engine1 --on_paper --out DIR     # what the planner expects
 
 The step is `dhelix train`'s with `--sharding auto`, so devices sum gradients in bfloat16, as XLA's FSDP does. Programs
 of dhelix are compiled with the decorator, as a user would (`programs.py` lists them). Each setting has a process and a
-result file of its own. All settings compile at the same time, and share the GPUs' memory. Then they run one
-after the other, as those of `strands/run.py`. Name at most two settings for GPUs of 80 GB.
+result file of its own. XLA's FSDP counts at its best setting of a link. All settings compile at the same time, and
+share the GPUs' memory. Then they run one after the other, as those of `strands/run.py`. Name at most two settings for
+GPUs of 80 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dhelix.benchmarks.pages.markdown import table
-from dhelix.benchmarks.sharding.programs import AT_ONCE, MICROBATCHES, OURS, PROGRAMS, SPREAD, STRATEGIES
+from dhelix.benchmarks.sharding.programs import AT_ONCE, MICROBATCHES, OURS, PROGRAMS, ROWS, SPREAD, STRATEGIES
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands.processes import Job
 from dhelix.benchmarks.strands.results import Result, Run
@@ -31,19 +34,40 @@ from dhelix.errors import DhelixError
 
 WORKER = Path(__file__).parent / "strategies_worker.py"
 _SPREAD_HEADS = (
-    "M", "step, at once", "step, by layer", "communication exposed, at once", "by layer", "all-gathers, at once",
-    "exposed, at once", "exposed, by layer", "hidden of the blocking all-gathers",
+    "M", "parameters", "step", "communication exposed", "all-gathers", "all-gathers exposed",
+    "hidden of the blocking all-gathers",
 )  # fmt: skip
+_WAYS = (
+    ("gathered at once", "zero1", AT_ONCE),
+    ("gathered layer by layer", "zero1", OURS),
+    ("layer by layer, rows of the embedding", ROWS, OURS),
+)
 _ENDLESS = 1e6  # seconds
 
 
 def tables(runs: Sequence[Run]) -> str:
     """The tables of some runs, in Markdown."""
-    return "\n\n".join(part for run in runs for part in _of_run(run)) + "\n"
+    return "\n\n".join(part for run in runs for part in _of_run(run, _baselines(run, runs))) + "\n"
 
 
-def _of_run(run: Run) -> Iterator[str]:
+def _baselines(run: Run, runs: Sequence[Run]) -> dict[int, float]:
+    """Milliseconds of XLA's FSDP for each number of micro-batches: the best of all settings of a machine's link."""
+
+    def place(one: Run) -> tuple[str, str]:
+        return one.on["machine"], SETTINGS[one.results[0].setting].link
+
+    found: dict[int, float] = {}
+    for result in [r for one in runs if place(one) == place(run) for r in one.results if r.steps_ms]:
+        program = PROGRAMS[result.variant]
+        if program.kind == "XLA":
+            found[program.microbatches] = min(found.get(program.microbatches, math.inf), result.median_ms)
+    return found
+
+
+def _of_run(run: Run, baselines: Mapping[int, float]) -> Iterator[str]:
     found = {result.variant: result for result in run.results if result.steps_ms}
+    if not any(PROGRAMS[name].kind == "ours" for name in found):
+        return  # measured for the baseline of another run
     setting = run.results[0].setting
     counts = sorted({len(result.steps_ms) for result in found.values()})
     w, link = run.workload, SETTINGS[setting].link
@@ -53,23 +77,18 @@ def _of_run(run: Run) -> Iterator[str]:
         f"({run.on['gpus']}, machine {run.on['machine']}, jax {run.on['jax']}, {run.on['date']})"
     )
     heads = ("M", *STRATEGIES, "XLA's FSDP, best", "planner's choice", "off the fastest", "over XLA's FSDP")
-    yield table(heads, [row for m in MICROBATCHES if (row := _row(run, found, m))])
-    if spread := [row for m in SPREAD if (row := _spread(run, found, m))]:
-        yield "ZeRO-1 with parameters gathered at once and layer by layer, in milliseconds, one step of each traced:"
+    yield table(heads, [row for m in MICROBATCHES if (row := _row(run, found, m, baselines.get(m)))])
+    if spread := [row for m in SPREAD for row in _spread(run, found, m)]:
+        yield "ZeRO-1 with parameters gathered in different ways, in milliseconds, one step of each traced:"
         yield table(_SPREAD_HEADS, spread)
     if failed := [f"{result.variant}: {result.failed}" for result in run.results if result.failed]:
         yield "Not run: " + "; ".join([*failed, *run.dropped])
 
 
-def _row(run: Run, found: dict[str, Result], m: int) -> tuple[str, ...]:
+def _row(run: Run, found: dict[str, Result], m: int, baseline: float | None) -> tuple[str, ...]:
     """A number of micro-batches: milliseconds of a step, with what the planner expected in parentheses."""
     planned = run.workload["planned"].get(str(m), {"chosen": "", "expected_ms": {}})
     ours = {s: one.median_ms for s in STRATEGIES if (one := found.get(f"M {m}, {s}, {OURS}"))}
-    theirs = [
-        found[name].median_ms
-        for name, one in PROGRAMS.items()
-        if one.kind == "XLA" and one.microbatches == m and name in found
-    ]
     if not ours:
         return ()
     cells = []
@@ -79,22 +98,27 @@ def _row(run: Run, found: dict[str, Result], m: int) -> tuple[str, ...]:
         cells.append(f"{measured} ({expected:.1f})" if expected else measured)
     chosen_ms, fastest = ours.get(planned["chosen"]), min(ours.values())
     off = "" if chosen_ms is None else f"{chosen_ms / fastest - 1:+.1%}"
-    gain = f"{min(theirs) / chosen_ms:.3f}" if theirs and chosen_ms else ""
-    return str(m), *cells, f"{min(theirs):.1f}" if theirs else "", planned["chosen"], off, gain
+    gain = f"{baseline / chosen_ms:.3f}" if baseline and chosen_ms else ""
+    return str(m), *cells, f"{baseline:.1f}" if baseline else "", planned["chosen"], off, gain
 
 
-def _spread(run: Run, found: dict[str, Result], m: int) -> tuple[str, ...]:
-    """Steps, exposed communication, and ZeRO-1's all-gathers: at once, layer by layer, and the share that is hidden."""
-    names = [f"M {m}, zero1, {by}" for by in (AT_ONCE, OURS)]
+def _spread(run: Run, found: dict[str, Result], m: int) -> Iterator[tuple[str, ...]]:
+    """ZeRO-1's ways to gather parameters: the step, exposed communication, and the share of all-gathers that is hidden.
+
+    Collectives that bring rows of an embedding count as all-gathers. The share is of the time that the all-gathers
+    take if they are issued at once.
+    """
     traced = run.workload.get("gathers", {})
-    if any(name not in found or name not in traced for name in names):
-        return ()
-    steps = [found[name].median_ms for name in names]
-    exposed = [found[name].communication_ms - found[name].hidden_ms for name in names]
-    gathers = [traced[name]["ms"] for name in names]
-    waiting = [traced[name]["ms"] - traced[name]["hidden_ms"] for name in names]
-    hidden = f"{1 - waiting[1] / gathers[0]:.0%}" if gathers[0] else "not named in the trace"
-    return str(m), *(f"{one:.1f}" for one in (*steps, *exposed, gathers[0], *waiting)), hidden
+    blocking = traced.get(f"M {m}, zero1, {AT_ONCE}", {"ms": 0.0})["ms"]
+    for way, strategy, by in _WAYS:
+        name = f"M {m}, {strategy}, {by}"
+        if name in found and name in traced:
+            step, gathers = found[name], traced[name]
+            waiting = gathers["ms"] - gathers["hidden_ms"]
+            exposed = step.communication_ms - step.hidden_ms
+            times = (step.median_ms, exposed, gathers["ms"], waiting)
+            hidden = f"{1 - waiting / blocking:.0%}" if blocking else "not named in the trace"
+            yield str(m), way, *(f"{one:.1f}" for one in times), hidden
 
 
 def read(path: Path) -> Run:

@@ -14,15 +14,17 @@ import jax
 import numpy as np
 import optax
 
-from dhelix import plan_sharding, strand_interleave
-from dhelix.benchmarks.sharding.programs import AT_ONCE, MICROBATCHES, PROGRAMS, Program
+from dhelix import plan_sharding, sharding_plan, strand_interleave
+from dhelix.benchmarks.sharding.programs import AT_ONCE, MICROBATCHES, PROGRAMS, ROWS, Program
 from dhelix.benchmarks.strands.results import Run
 from dhelix.benchmarks.strands.worker import Worker, describe, main, traced
 from dhelix.launch.train.sharded import with_states
 from dhelix.models import Training, preset
 from dhelix.models.common.mesh import make_mesh
 from dhelix.models.train_step import make_train_step
+from dhelix.passes.hlo import Instruction
 from dhelix.passes.sharding.planner import Candidate
+from dhelix.passes.sharding.sharding_plan import ShardingPlan
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.compiler.lowering import compiled_module
 
@@ -57,7 +59,7 @@ class StrategiesWorker(Worker):
                 mesh = make_mesh(o.dp, 1)
             by_xla = strategy == "fsdp"
             step = make_train_step(config, mesh, optax.adamw(1e-4), microbatches, "fsdp" if by_xla else "auto")
-            self.trainings[key] = step if by_xla else with_states(step, strategy)
+            self.trainings[key] = step if by_xla else with_states(step, _plan(strategy))
         return self.trainings[key]
 
     def training_of(self, variant: Program) -> Training:
@@ -109,7 +111,7 @@ class StrategiesWorker(Worker):
             return self.xla(lowered, options), {}, 0.0
         step = strand_interleave(
             training.train_step,
-            sharding=variant.strategy,
+            sharding=_plan(variant.strategy),
             schedule="intra_batch" if variant.microbatches == 1 else "dp",
             disable=("parameter-gathering",) if variant.by == AT_ONCE else (),
             profile=self.setting.costs().profile,
@@ -136,13 +138,15 @@ class StrategiesWorker(Worker):
         return {"tokens": jax.device_put(tokens, training.batch_sharding)}
 
     def trace_all(self) -> None:
-        """Traces ZeRO-1 with parameters gathered layer by layer, and at once."""
+        """Traces the programs that gather parameters in different ways."""
         on_gpus = jax.default_backend() == "gpu"
         for program in [p for p in self.programs if p.variant.traced and on_gpus]:
             try:
                 state = jax.block_until_ready(self.training_of(program.variant).init(jax.random.key(0)))
-                report = traced(program.compiled, state, None, compiled_module(program.compiled.program))
-                gathers = [c for c in report.collectives if "all-gather" in c.instruction]
+                module = compiled_module(program.compiled.program)
+                report = traced(program.compiled, state, None, module)
+                moves = {i.name for c in module.computations for i in c.instructions if _moves_parameters(i)}
+                gathers = [c for c in report.collectives if c.instruction in moves]
                 program.result.span_ms, program.result.compute_ms = report.span_ms, report.compute_ms
                 program.result.communication_ms, program.result.hidden_ms = report.communication_ms, report.hidden_ms
                 self.run.workload.setdefault("gathers", {})[program.variant.name] = {
@@ -152,6 +156,16 @@ class StrategiesWorker(Worker):
             except Exception as error:
                 self.say(f"{program.variant.name}: no trace: {error}")
             self.save()
+
+
+def _plan(strategy: str) -> ShardingPlan:
+    return sharding_plan("zero1", groups={"embedding": "zero3"}) if strategy == ROWS else sharding_plan(strategy)
+
+
+def _moves_parameters(instruction: Instruction) -> bool:
+    """Whether an instruction gathers parameters, or brings rows of the embedding. Backward moves gradients."""
+    name, source = instruction.name, instruction.op_name
+    return "transpose(" not in source and ("all-gather" in name or ("reduce-scatter" in name and "jvp(" in source))
 
 
 def _named(candidate: Candidate) -> str:
