@@ -172,8 +172,7 @@ def environment(setting: Setting, folder: Path, together: int = 1) -> dict[str, 
       together: number of settings that share the GPU memory.
     """
     result = {**os.environ, **setting.environment}
-    alone = ["--xla_gpu_shard_autotuning=false"] if setting.nodes > 1 else []  # else all must compile in one order
-    flags = [*setting.xla_flags, *alone, *_autotuning(folder), os.environ.get("XLA_FLAGS", "")]
+    flags = [*setting.xla_flags, *_autotuning(folder), os.environ.get("XLA_FLAGS", "")]
     result["XLA_FLAGS"] = " ".join(flag for flag in flags if flag)
     result.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{_MEMORY / together:.2f}")
     result.setdefault("NCCL_NVLS_ENABLE", "0")

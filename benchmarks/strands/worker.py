@@ -108,8 +108,9 @@ class Worker:
 
     def compile_all(self) -> None:
         names = [name for name in self.options.variants]
+        threads = 1 if jax.process_count() > 1 else self.options.threads  # all processes must compile in the same order
         first, others = names[:1], names[1:]
-        with ThreadPoolExecutor(max(self.options.threads, 1)) as pool:
+        with ThreadPoolExecutor(max(threads, 1)) as pool:
             made = [self.compile(name) for name in first] + list(pool.map(self.compile, others))
         self.programs = [program for program in made if program is not None]
         self.say(f"{len(self.programs)} of {len(names)} programs compiled")

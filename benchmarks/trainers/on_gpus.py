@@ -14,6 +14,8 @@ launch setting that dhelix gets, plain gets, too.
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
 import re
@@ -30,6 +32,7 @@ from typing import Any
 from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.trainers.results import Program
 from dhelix.profiles.profile import SETTINGS
+from dhelix.runtime.processes.this_machine import gpus_here
 
 STEPS, SKIPPED = 14, 4
 _LIMIT = 300.0  # seconds of one run
@@ -181,6 +184,8 @@ def main() -> None:
     made.add_argument("--tiny", action="store_true", help="a tiny model on CPU devices")
     made.add_argument("--budget_s", type=float, default=1e6, help="no run begins after so many seconds")
     options = made.parse_args()
+    kind, count = gpus_here()
+    on = {"gpus": f"{count} x {kind}", "date": str(datetime.date.today()), "jax": importlib.metadata.version("jax")}
     began, found = time.monotonic(), []
     for run in runs(options.links.split(",")):
         left = options.budget_s - (time.monotonic() - began)
@@ -188,7 +193,7 @@ def main() -> None:
             continue
         measure(run, options, min(_LIMIT, left))
         found.append(asdict(run))
-        results = {"gpus": options.gpus, "layers": options.layers, "seq": options.seq, "runs": found}
+        results = {"on": on, "gpus": options.gpus, "layers": options.layers, "seq": options.seq, "runs": found}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{time.monotonic() - began:4.0f} s  {run.name}: {run.failed or run.steps_ms}", flush=True)
     print(markdown({"runs": found}))
