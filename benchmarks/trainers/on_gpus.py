@@ -2,6 +2,7 @@
 
     python benchmarks/trainers/on_gpus.py --out maxtext_2gpus.json
     python benchmarks/trainers/on_gpus.py --links no-p2p --only "dhelix|MaxText" --out maxtext_2gpus.json
+    python benchmarks/trainers/on_gpus.py --gpus 1 --only "nvlink, default, plain" --out maxtext_1gpu.json
     python benchmarks/trainers/on_gpus.py --tiny --out tiny.json                   # CPU devices: tries the script out
 
 MaxText is installed for `--python`, and nothing of it is changed. The layers have Llama-8B's shapes: FSDP over all
@@ -95,7 +96,8 @@ def arguments(folder: Path, options: argparse.Namespace) -> list[str]:
         "run_name": "run", "base_output_directory": folder, "metrics_file": folder / "metrics.jsonl",
         "hardware": "gpu", "skip_jax_distributed_system": "true", "dataset_type": "synthetic", "steps": STEPS,
         "enable_checkpointing": "false", "enable_goodput_recording": "false", "monitor_goodput": "false",
-        "log_config": "false", "jax_cache_dir": "", "gradient_accumulation_steps": 4, "per_device_batch_size": 4,
+        "log_config": "false", "jax_cache_dir": "", "gradient_accumulation_steps": 4,
+        "per_device_batch_size": options.batch,
         "ici_fsdp_parallelism": options.gpus, "base_num_decoder_layers": options.layers,
         "max_target_length": options.seq, "vocab_size": 32_000, "base_emb_dim": 4096, "base_mlp_dim": 14_336,
         "base_num_query_heads": 32, "base_num_kv_heads": 8, "head_dim": 128, "attention": "cudnn_flash_jax",
@@ -179,6 +181,7 @@ def main() -> None:
     made.add_argument("--gpus", type=int, default=2)
     made.add_argument("--layers", type=int, default=4)
     made.add_argument("--seq", type=int, default=4096)
+    made.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch, for each GPU")
     made.add_argument("--links", default=",".join(LINKS))
     made.add_argument("--only", default="", help="runs, as regular expression for LINK, SETTING, PROGRAM, FLAGS")
     made.add_argument("--tiny", action="store_true", help="a tiny model on CPU devices")
@@ -193,7 +196,8 @@ def main() -> None:
             continue
         measure(run, options, min(_LIMIT, left))
         found.append(asdict(run))
-        results = {"on": on, "gpus": options.gpus, "layers": options.layers, "seq": options.seq, "runs": found}
+        shape = {name: getattr(options, name) for name in ("gpus", "layers", "seq", "batch")}
+        results = {"on": on, **shape, "runs": found}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{time.monotonic() - began:4.0f} s  {run.name}: {run.failed or run.steps_ms}", flush=True)
     print(markdown({"runs": found}))

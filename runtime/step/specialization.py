@@ -307,7 +307,7 @@ class Specialization:
         allocation also has gaps between buffers. If the step needs too much and the user gave no limit, the plain step
         is compiled, because its memory by the compiler's count may raise the limit. Then, if no pass refused, the step
         is compiled once more, with a limit that is reduced by the gaps. If this does not suffice and the user gave no
-        limit, the smallest one that does is taken, if the GPUs have room. Otherwise the plain step runs.
+        limit, the smallest one that no pass refuses is taken, if the GPUs have room. Otherwise the plain step runs.
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
@@ -320,14 +320,13 @@ class Specialization:
             if (needed := self._again(max(limit - gaps, 0))) <= limit:
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
-        if plain is not None and would_do <= self._room():
-            self._limit_given = True
-            if self._again(would_do):
-                self._keep_memory(would_do)
-            if not self.left_alone:
-                said = memory_limits.more(would_do, memory_need.of_compiled(plain).total)
-                say_once(f"{self._name}: {said}", (self._label, said))
-            return
+        if plain is not None and would_do <= (room := self._room()):
+            needed = self._again(would_do)
+            if needed and self._limit_that_would_do(needed)[2]:  # the compiler's gaps differ from order to order
+                needed = self._again(room)
+            if needed <= room:
+                said = memory_limits.more(needed, memory_need.of_compiled(plain).total) if needed else ""
+                return say_once(f"{self._name}: {said}", (self._label, said)) if said else None
         reason = memory_limits.exceeded(limit, would_do, self._limit_given)
         if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")
