@@ -7,8 +7,8 @@ embedding is needed once in a micro-batch.
     groups = [part_of(job, embedding, Factor(8, 4)), part_of(job, others, Factor(8, 4))]     # sizes: `ModelSizes.only`
     planned = plan_groups(job, groups, times, limit=80e9)
     planned.of_group["embedding"].factors; planned.best.times.exposed
-    planned.alike.best                                  # one triple for all, counted in the same way
-    sharding_plan(plan_of(planned.of_group, others="others"))    # carries it out, if all groups are on one mesh
+    planned.alike.best            # one triple for all, counted in the same way
+    planned.plan(axes=("dp",))    # carries it out, if all groups are on one mesh; `sharding_plan` takes it
 
 Each group chooses one of its admissible factors. The sum of memory is limited, and the sum of seconds is least. This is
 the multiple-choice knapsack problem: with g groups of n choices there are n ** g combinations. OR-tools' CP-SAT solves
@@ -29,6 +29,7 @@ from itertools import combinations
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding import memory as memories
 from dhelix.passes.sharding.collective_times import CollectiveTimes
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
@@ -38,6 +39,9 @@ from dhelix.passes.sharding.planner import TIE, Candidate, Planned, choose, eval
 from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_sizes
 from dhelix.passes.sharding.sizes import ModelSizes, StateBytes, check_names
 from dhelix.passes.sharding.step_times import Job, Part, StepTimes
+
+OTHERS = "the others"
+"""The name of the group of all parameters that no key matches."""
 
 _NANO = 1e9
 _BLOCK = 1024.0  # bytes: the unit of memory in the model
@@ -206,12 +210,21 @@ class PlannedGroups:
         if not self.alike.candidates:
             return f"no single factors for all groups fit into {in_words(limit)}"
         if self.equal:
-            return f"groups gain nothing: {one.factors} is best for each of them"
+            return f"groups gain less than {TIE:.0%}: {one.factors} is as good for each of them"
         step = self.best.times.step
         seconds, size = one.times.step - step, one.memory.total - self.best.memory.total
         time = f"{abs(seconds) * 1e3:.3g} ms {'longer' if seconds >= 0.0 else 'less'} ({seconds / step:+.2%})"
         memory = f"{in_words(abs(size))} {'more' if size >= 0.0 else 'less'}"
         return f"with {one.factors} for all, a step takes {time} and {memory} memory"
+
+    def plan(self, axes: Axes = ()) -> ShardingPlan:
+        """The section of a plan file, for these data-parallel mesh axes. OTHERS holds all parameters that no key matches.
+
+        If all groups have the same factors, the plan has no groups.
+        """
+        if self.equal:
+            return ShardingPlan(self.best.factors, "inside", axes=axes)
+        return plan_of(self.of_group, OTHERS if OTHERS in self.of_group else None, axes)
 
 
 def plan_groups(
@@ -229,6 +242,9 @@ def plan_groups(
       groups: as `part_of` makes them, on one mesh and with the same choices.
       limit, overlap, objective: as in `planner.plan`.
 
+    Returns:
+      The best plan. It has the same factors for all groups, if these are as good to within `planner.TIE`.
+
     Raises:
       ShardingError: nothing fits, or a name occurs twice.
       DhelixError: OR-tools is missing.
@@ -238,15 +254,22 @@ def plan_groups(
     def alike(factors: Factors) -> Candidate:
         return _together([evaluate(group.job, factors, times, overlap) for group in groups], common)
 
-    of_group = solve(groups, times, limit, common.total, overlap, objective)
     found = [alike(factors) for factors in groups[0].every]
+    fits = any(candidate.memory.total <= limit for candidate in found)
+    least = min(found, key=lambda candidate: candidate.memory.total)
+    planned = choose(job, found, limit, objective) if fits else Planned(job, limit, objective, least, (), tuple(found))
     try:
-        planned = choose(job, found, limit, objective)
+        of_group = solve(groups, times, limit, common.total, overlap, objective)
     except ShardingError:
-        least = min(found, key=lambda candidate: candidate.memory.total)
-        planned = Planned(job, limit, objective, least, (), tuple(found))
+        choose(job, found, limit, objective)  # if nothing fits, its error says what would
+        raise
+    best, one = _together(list(of_group.values()), common), planned.best
+    as_fast = one.value(objective) <= (1.0 + TIE) * best.value(objective)
+    if fits and as_fast and one.memory.total <= (1.0 + TIE) * best.memory.total:
+        best = one
+        of_group = {group.name: evaluate(group.job, one.factors, times, overlap) for group in groups}
     named = {name: alike(factors) for name, factors in known(mesh).items()}
-    return PlannedGroups(of_group, _together(list(of_group.values()), common), planned, named)
+    return PlannedGroups(of_group, best, planned, named)
 
 
 def _common(job: Job, groups: Sequence[ParameterGroup], times: CollectiveTimes, overlap: Overlap | None) -> Memory:
@@ -276,21 +299,23 @@ def _together(found: Sequence[Candidate], common: Memory) -> Candidate:
     return Candidate(found[-1].factors, memory, StepTimes(parts, found[0].times.compute, update, basis, sent))
 
 
-def plan_of(solved: Mapping[str, Candidate], others: str) -> ShardingPlan:
+def plan_of(solved: Mapping[str, Candidate], others: str | None, axes: Axes = ()) -> ShardingPlan:
     """The plan that carries out what `solve` chose. `dhelix.sharding_plan` takes it.
 
     Args:
       solved: the candidate of each group. The group's name must match the paths of its parameters, as
         `runtime/sharding/parameter_groups.py` says.
-      others: the group of all parameters whose path no other group's name matches.
+      others: the group of all parameters whose path no other group's name matches; None if there are none.
+      axes: as in `ShardingPlan`.
 
     Raises:
       ShardingError: there is no such group, or groups are on different meshes.
     """
-    if others not in solved:
+    if others is not None and others not in solved:
         raise ShardingError(f"no group is called {others!r}; choose from {', '.join(solved)}")
     groups = tuple((name, candidate.factors) for name, candidate in solved.items() if name != others)
-    return ShardingPlan(solved[others].factors, "inside", groups=groups)
+    rest = Factors(groups[0][1].mesh) if others is None else solved[others].factors
+    return ShardingPlan(rest, "inside", axes=axes, groups=groups)
 
 
 type _Numbers = Mapping[str, Sequence[int]]
