@@ -77,7 +77,7 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
     """
     task, here = live.task_of(chosen) if chosen["live"] else (task_of(chosen), None)
     objective = chosen["objective"]
-    if task.groups:
+    if chosen["groups"]:
         return _of_groups(task, chosen)
     planned = plan(task.job, task.mesh, task.times, task.limit, task.overlap, objective, task.choices)
     if here is not None:

@@ -31,6 +31,8 @@ def headline(view: ShardView) -> str:
 def _chosen(view: ShardView) -> str:
     if view.groups is None:
         return _said(view.chosen.factors)
+    if view.groups.equal:
+        return f"{_said(view.chosen.factors)} for all groups"
     return "; ".join(f"{name}: {_said(found.factors)}" for name, found in view.groups.of_group.items())
 
 

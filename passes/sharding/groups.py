@@ -218,7 +218,7 @@ class PlannedGroups:
         return f"with {one.factors} for all, a step takes {time} and {memory} memory"
 
     def plan(self, axes: Axes = ()) -> ShardingPlan:
-        """The section of a plan file, for these data-parallel mesh axes. OTHERS holds all parameters that no key matches.
+        """The section of a plan file, for these mesh axes. The group OTHERS holds what no key matches.
 
         If all groups have the same factors, the plan has no groups.
         """
