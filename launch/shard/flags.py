@@ -86,13 +86,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "between: whole tensors for each owner of optimizer states; inside: a piece of each (default: inside, as "
         "dhelix executes it; with --cluster between, as in the paper)",
     )  # fmt: skip
-    flags.DEFINE_list(
-        "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
-    )
-    flags.DEFINE_list(
-        "groups", [], "choose factors for each of these groups of parameters, and for the others: keys such as "
-        "embedding, head, layers, experts, 'layers/*norm'", flag_values=values,
-    )  # fmt: skip
+    _define_choices(values)
     switch("strict", False, "fail if a time of the chosen factors was not measured")
     flags.DEFINE_list(
         "topology", [], "JSON file with the leaf switch of each node, dump of NCCL_TOPO_DUMP_FILE, or both: also order "
@@ -111,3 +105,14 @@ def define_flags(values: flags.FlagValues) -> None:
     for name in ONLY_LIVE:
         of_step[name].help = f"with --live: {of_step[name].help}"
         values[name] = of_step[name]
+
+
+def _define_choices(values: flags.FlagValues) -> None:
+    """Defines the flags that say for what factors are chosen, or which ones to show."""
+    flags.DEFINE_list(
+        "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
+    )
+    flags.DEFINE_list(
+        "groups", [], "choose factors for each of these groups of parameters, and for the others: keys such as "
+        "embedding, head, layers, experts, 'layers/*norm'", flag_values=values,
+    )  # fmt: skip
