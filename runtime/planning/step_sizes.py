@@ -82,7 +82,7 @@ class StepSizes:
         _check(parameters, others)
         frozen = {kept[n] for n in found.frozen}
 
-        def of_states(numbers: Collection[int], owned: Collection[int]) -> tuple[StateBytes, float]:
+        def of_states(numbers: Sequence[int], owned: Sequence[int]) -> tuple[StateBytes, float]:
             phi = sum(_elements(leaves[n][1], axes) for n in numbers)
             trained = sum(_elements(leaves[n][1], axes) for n in numbers if n not in frozen) / phi
             size, gradient = _bytes(leaves, numbers, axes) / phi, found.gradient * trained
