@@ -40,7 +40,8 @@ def labels(view: ShardView) -> list[tuple[str, Candidate]]:
         if found.factors != view.chosen.factors:
             points.setdefault(found.factors, ([], found))[0].append(name)
     named = [(", ".join(names), found) for names, found in points.values()]
-    return [*named, (", ".join(str(factor) for _, factor in view.chosen.factors.states()), view.chosen)]
+    factors = ", ".join(str(factor) for _, factor in view.chosen.factors.states())
+    return [*named, (factors if view.groups is None else "groups of parameters", view.chosen)]
 
 
 def save(view: ShardView, path: str | Path, title: str) -> None:

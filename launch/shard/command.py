@@ -24,6 +24,7 @@ from dhelix.launch.shard.view import ShardView, factors_of
 from dhelix.launch.shown import json_output
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.sharding.groups import plan_groups
 from dhelix.passes.sharding.planner import baselines, evaluate, plan
 from dhelix.profiles.hardware import ALL, Hardware
 
@@ -60,6 +61,10 @@ def _check_given(live: bool, given: Collection[str]) -> None:
             raise DhelixError(f"--live takes the step of `dhelix train`, so --{name} has no effect; leave it out")
         if not live and name in ONLY_LIVE:
             raise DhelixError(f"--{name} describes a step of `dhelix train`; add --live, or leave it out")
+    if "groups" in given:
+        needless = {"factors": "says one choice for all", "topology": "orders devices for one choice"}
+        for name in (name for name in needless if name in given):
+            raise DhelixError(f"--groups chooses factors for each group, and --{name} {needless[name]}; leave one out")
     if "axes" in given and "out" not in given:
         raise DhelixError("--axes names the mesh axes of a plan file; add --out, or leave it out")
 
@@ -72,6 +77,8 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
     """
     task, here = live.task_of(chosen) if chosen["live"] else (task_of(chosen), None)
     objective = chosen["objective"]
+    if chosen["groups"]:
+        return _of_groups(task, chosen)
     planned = plan(task.job, task.mesh, task.times, task.limit, task.overlap, objective, task.choices)
     if here is not None:
         task = live.noted(task, planned, here)
@@ -88,6 +95,15 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
     known = baselines(task.job, task.mesh, task.times, task.overlap)
     placed = placed_by(chosen["topology"], shown) if chosen["topology"] else None
     return ShardView(task, planned, shown, known, placed, tuple(chosen["axes"]) or task.axes)
+
+
+def _of_groups(task: Task, chosen: dict[str, Any]) -> ShardView:
+    """The planner's result for groups of parameters."""
+    found = plan_groups(task.job, task.groups, task.times, task.limit, task.overlap, chosen["objective"])
+    if chosen["strict"]:
+        _check_measured(task, found.best.times.guessed, found.best.times.scaled)
+    axes = tuple(chosen["axes"]) or task.axes
+    return ShardView(task, found.alike, found.best, found.known, axes=axes, groups=found)
 
 
 def plan_of(view: ShardView) -> Plan:

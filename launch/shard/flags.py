@@ -40,6 +40,7 @@ its memory and compute, on the GPUs at hand or without any. Otherwise nothing is
   dhelix shard --model llama-8b --hardware H200 --nodes 4 --microbatches 8 --bytes single --chart shard.svg
   dhelix shard --model llama-30b --cluster amsp-a800 --recompute --json            # or --json FILE
   dhelix shard --model llama-7b --cluster amsp-a800 --factors 8x1,8x1,8x1         # what other factors cost
+  dhelix shard --model llama-7b --nodes 2 --groups embedding,head --out plan.json # factors for each group
   dhelix shard --live --preset llama-8b --layers 4 --mesh dp=8 --out plan.json   # for dhelix train --plan plan.json
 
 Times of collectives come from a profile of the GPU, and from the links' bandwidths where nothing was measured."""
@@ -85,9 +86,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "between: whole tensors for each owner of optimizer states; inside: a piece of each (default: inside, as "
         "dhelix executes it; with --cluster between, as in the paper)",
     )  # fmt: skip
-    flags.DEFINE_list(
-        "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
-    )
+    _define_choices(values)
     switch("strict", False, "fail if a time of the chosen factors was not measured")
     flags.DEFINE_list(
         "topology", [], "JSON file with the leaf switch of each node, dump of NCCL_TOPO_DUMP_FILE, or both: also order "
@@ -106,3 +105,14 @@ def define_flags(values: flags.FlagValues) -> None:
     for name in ONLY_LIVE:
         of_step[name].help = f"with --live: {of_step[name].help}"
         values[name] = of_step[name]
+
+
+def _define_choices(values: flags.FlagValues) -> None:
+    """Defines the flags that say for what factors are chosen, or which ones to show."""
+    flags.DEFINE_list(
+        "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
+    )
+    flags.DEFINE_list(
+        "groups", [], "choose factors for each of these groups of parameters, and for the others: keys such as "
+        "embedding, head, layers, experts, 'layers/*norm'", flag_values=values,
+    )  # fmt: skip

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.launch.shard.groups import groups_of, keys_of, notes_of
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.presets import PRESETS
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
 from dhelix.passes.sharding.factors import Factor, Factors
+from dhelix.passes.sharding.groups import ParameterGroup
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, Matrix, ModelSizes, Module
 from dhelix.passes.sharding.step_times import Compute, Job
@@ -47,6 +49,7 @@ class Task:
       choices: the factors to choose from; None: all.
       notes: what is measured, scaled or guessed, beside the times of collectives.
       axes: the data-parallel mesh axes, if they are known.
+      groups: the groups of parameters that choose factors of their own, and the others; empty if all have the same.
     """
 
     job: Job
@@ -61,6 +64,7 @@ class Task:
     choices: tuple[Factors, ...] | None = None
     notes: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 def task_of(chosen: Mapping[str, Any]) -> Task:
@@ -77,6 +81,8 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     config = PRESETS[chosen["model"]]
     if chosen["layers"]:
         config = dataclasses.replace(config, layers=chosen["layers"])
+    if chosen["groups"] and chosen["split"] == "between":
+        raise DhelixError("--groups needs --split inside, as dhelix carries groups out; leave --split out")
     if chosen["vocab"]:
         config = dataclasses.replace(config, vocab=chosen["vocab"])
     seq = chosen["seq"] or config.seq
@@ -92,14 +98,18 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
         compute_of(hardware, sizes, chosen["mfu"]),
         TRAINERS[chosen["bytes"]],
         1e6 * chosen["bucket"],
-        chosen["split"] or ("between" if chosen["cluster"] else "inside"),
+        chosen["split"] or ("between" if chosen["cluster"] and not chosen["groups"] else "inside"),
     )
+    groups = groups_of(job, mesh, config, keys_of(chosen["groups"], config)) if chosen["groups"] else ()
     times, source = _times(hardware, profile, chosen)
     limit = _GB * chosen["memory"] if chosen["memory"] else hardware.memory_bytes
     link = profile.link if profile else chosen["link"]
     section = profile.section(chosen["setting"]) if profile else None
     overlap = Overlap() if chosen["cluster"] else Overlap().on(hardware, section)
-    return Task(job, mesh, hardware, link, chosen["setting"], times, source, overlap, limit)
+    return Task(
+        job, mesh, hardware, link, chosen["setting"], times, source, overlap, limit, groups=tuple(groups),
+        notes=notes_of(chosen["groups"]),
+    )  # fmt: skip
 
 
 def model_sizes(name: str, config: DecoderConfig, seq: int) -> ModelSizes:

@@ -16,6 +16,7 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.launch.profile import step as profile_step
+from dhelix.launch.shard.groups import keys_of, notes_of
 from dhelix.launch.shard.job import Task
 from dhelix.launch.train import step_flags, trainer
 from dhelix.launch.train.options import Options
@@ -56,10 +57,11 @@ def task_of(chosen: Mapping[str, Any]) -> tuple[Task, AtHand]:
         batch=batch,
         name=f"{options.preset} with {inner}" if inner else options.preset,
         target=_target(devices, chosen),
+        groups=keys_of(chosen["groups"], config),
     )
     task = Task(
         here.job, here.mesh, here.hardware, here.link, here.setting, here.times, here.source,
-        here.overlap, here.limit, here.choices, here.notes, here.axes,
+        here.overlap, here.limit, here.choices, (*here.notes, *notes_of(chosen["groups"])), here.axes, here.groups,
     )  # fmt: skip
     return task, here
 
@@ -75,7 +77,10 @@ def _options(chosen: Mapping[str, Any]) -> Options:
     if chosen["states"] or chosen["states_group"]:
         raise DhelixError("--live plans how states are sharded; leave out --states and --states_group")
     if chosen["pp"] > 1:
-        raise DhelixError("--live does not know a pipeline's memory; leave out --pp, and plan for one stage")
+        raise DhelixError(
+            "--live does not know a pipeline's memory, because a stage keeps several micro-batches at once; leave out "
+            "--pp, plan for the --layers of one stage, and give --memory without what these micro-batches keep"
+        )
     given = dict(chosen) | {"microbatches": chosen["microbatches"] or Options().microbatches}
     attached = len(_attached())
     given["mesh"] = chosen["mesh"] or f"dp={attached if attached > 1 else profile_step.GPUS}"

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dhelix.launch.shard.view import ShardView
 from dhelix.launch.shown.units import time_text
 from dhelix.passes.sharding.factors import Factors
+from dhelix.passes.sharding.groups import PlannedGroups, held
 from dhelix.passes.sharding.planner import Candidate
 
 _GB = 1e9
@@ -21,9 +23,17 @@ def headline(view: ShardView) -> str:
     sizes, times = view.task.job.sizes, view.chosen.times
     gains = ", ".join(_gain(view, name) for name in view.known)
     return (
-        f"{sizes.name} on {view.task.mesh} GPUs: {_said(view.chosen.factors)}. A step takes {time_text(times.step)}, "
+        f"{sizes.name} on {view.task.mesh} GPUs: {_chosen(view)}. A step takes {time_text(times.step)}, "
         f"{time_text(times.exposed)} of it exposed communication; {gains}. {_certainty(view)}"
     )
+
+
+def _chosen(view: ShardView) -> str:
+    if view.groups is None:
+        return _said(view.chosen.factors)
+    if view.groups.equal:
+        return f"{_said(view.chosen.factors)} for all groups"
+    return "; ".join(f"{name}: {_said(found.factors)}" for name, found in view.groups.of_group.items())
 
 
 def _said(factors: Factors) -> str:
@@ -35,7 +45,7 @@ def _gain(view: ShardView, name: str) -> str:
     found = view.gain(candidate)
     if found is None:
         return f"{name} does not fit"
-    if candidate.factors == view.chosen.factors:
+    if candidate.factors == view.chosen.factors and (view.groups is None or view.groups.equal):
         return f"this is {name}"
     return f"{found:.2f} x as fast as {name}"
 
@@ -55,11 +65,34 @@ def print_view(view: ShardView, console: Console, rows: int) -> None:
     console.print(headline(view), style="bold", markup=False)
     for note in view.task.notes:
         console.print(f"- {note}", soft_wrap=True, markup=False)
+    if view.groups is not None:
+        _print_groups(view.groups, console)
     _print_memory(view, console)
     _print_times(view, console)
     _print_candidates(view, console, rows)
     if view.placed:
         _print_placement(view, console)
+
+
+def _print_groups(groups: PlannedGroups, console: Console) -> None:
+    heads = ("parameters", "gradients", "optimizer", "GB", "seconds in all", "exposed", "update")
+    table = _table("Groups of parameters", "", *heads)
+    for name, found in groups.of_group.items():
+        times = found.times
+        seconds = (f"{value:.4f}" for value in (times.total, times.exposed, times.update))
+        table.add_row(escape(name), *_texts(found.factors), f"{held(found) / _GB:.2f}", *seconds)
+    for name, found in (("together", groups.best), ("one for all", groups.alike.best)):
+        times = found.times
+        seconds = (f"{value:.4f}" for value in (times.total, times.exposed, times.update))
+        factors = _texts(found.factors) if found is groups.alike.best else ("", "", "")
+        table.add_row(name, *factors, f"{found.memory.total / _GB:.2f}", *seconds, style="bold")
+    table.caption = "GB of a group are its states and what is gathered; together and for all, a GPU's memory"
+    console.print(table)
+    console.print(f"{groups.gain[0].upper()}{groups.gain[1:]}.", soft_wrap=True, markup=False)
+
+
+def _texts(factors: Factors) -> tuple[str, ...]:
+    return tuple(str(factor) for _, factor in factors.states())
 
 
 def _print_memory(view: ShardView, console: Console) -> None:
@@ -94,7 +127,7 @@ def _print_times(view: ShardView, console: Console) -> None:
 
 def _print_candidates(view: ShardView, console: Console, rows: int) -> None:
     heads = ("", "parameters", "gradients", "optimizer", "GB", "seconds in all", "exposed", "step", "why not")
-    table = _table("Other factors", *heads)
+    table = _table("Other factors" if view.groups is None else "The same factors for all groups", *heads)
     table.columns[-1].justify = "left"
     for name, candidate in _shown(view, rows):
         factors = (str(factor) for _, factor in candidate.factors.states())
@@ -109,7 +142,8 @@ def _print_candidates(view: ShardView, console: Console, rows: int) -> None:
 
 
 def _shown(view: ShardView, rows: int) -> Iterator[tuple[str, Candidate]]:
-    yield "shown", view.chosen
+    if view.groups is None or view.groups.equal:  # else no one triple of factors says what is shown
+        yield "shown", view.chosen
     yield from view.known.items()
     named = {candidate.factors for candidate in view.known.values()}
     for candidate in [each for each in view.others if each.factors not in named][:rows]:

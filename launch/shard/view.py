@@ -8,6 +8,7 @@ from typing import Any
 from dhelix.launch.shard.job import Task
 from dhelix.launch.shard.placed import Placed
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
+from dhelix.passes.sharding.groups import PlannedGroups, held
 from dhelix.passes.sharding.planner import Candidate, Planned
 from dhelix.passes.sharding.sharding_plan import ShardingPlan
 
@@ -23,6 +24,8 @@ class ShardView:
       known: candidates of known strategies, by name.
       placed: the placement, if a topology was given.
       axes: the data-parallel mesh axes that the user named.
+      groups: the factors of groups of parameters, if they were asked for. Then `chosen` is all of them together, and
+        `planned` and `known` are for equal factors of all groups.
     """
 
     task: Task
@@ -31,10 +34,13 @@ class ShardView:
     known: dict[str, Candidate]
     placed: Placed | None = None
     axes: tuple[str, ...] = ()
+    groups: PlannedGroups | None = None
 
     @property
     def plan(self) -> ShardingPlan:
         """The section of a plan file."""
+        if self.groups is not None:
+            return self.groups.plan(self.axes)
         placed = self.placed or Placed()
         return ShardingPlan(self.chosen.factors, self.task.job.split, placed.order, self.axes, placed.gpu_order)
 
@@ -54,6 +60,7 @@ class ShardView:
             "mesh": [mesh.gpus, mesh.nodes],
             **_factors(self.chosen.factors),
             "split": task.job.split,
+            **self._groups(),
             **self._placement(),
             "batch": {
                 "sequences": batch.sequences,
@@ -87,6 +94,29 @@ class ShardView:
             "refused": [self._row(candidate) for candidate in self.planned.rejected[:alternatives]],
         }
 
+    def _groups(self) -> dict[str, Any]:
+        if self.groups is None:
+            return {}
+        one = self.groups.alike.best
+        rows = {
+            name: {
+                **_factors(found.factors),
+                "memory": _bytes(held(found)),
+                "total": _seconds(found.times.total),
+                "exposed": _seconds(found.times.exposed),
+                "update": _seconds(found.times.update),
+            }
+            for name, found in self.groups.of_group.items()
+        }
+        alike = {
+            **_factors(one.factors),
+            "fits": bool(self.groups.alike.candidates),
+            "memory": _bytes(one.memory.total),
+            "step": _seconds(one.times.step),
+            "exposed": _seconds(one.times.exposed),
+        }
+        return {"groups": rows, "one_for_all": alike, "gain_of_groups": self.groups.gain}
+
     def _placement(self) -> dict[str, Any]:
         placed = self.placed or Placed()
         sent = {one.links: {"listed": _bytes(one.listed), "placed": _bytes(one.placed)} for one in placed.traffic}
@@ -103,8 +133,8 @@ class ShardView:
 
     def why(self, candidate: Candidate) -> str:
         """Why a candidate was not chosen."""
-        if candidate == self.planned.best:
-            return "the planner's choice"
+        if candidate == self.planned.best and self.planned.candidates:
+            return "the planner's choice" if self.groups is None else "the best for all groups alike"
         return self.planned.why(candidate)
 
     def _gain(self, candidate: Candidate) -> float | None:

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from msgspec import Struct
 
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
@@ -35,7 +38,7 @@ class ShardingSection(Struct, forbid_unknown_fields=True):
     axes: list[Text] = []
     placement: list[Text] | None = None
     gpu_order: list[Bytes] | None = None
-    groups: dict[str, _Factors] = {}
+    groups: dict[str, Any] = {}
 
     def plan(self) -> ShardingPlan:
         """The section as a plan. Raises ShardingError if its values do not fit each other."""
@@ -43,8 +46,8 @@ class ShardingSection(Struct, forbid_unknown_fields=True):
         groups = []
         for name, each in self.groups.items():
             try:
-                groups.append((name, each.on(self.mesh)))
-            except ShardingError as error:
+                groups.append((name, msgspec.convert(each, _Factors).on(self.mesh)))
+            except (ShardingError, msgspec.ValidationError) as error:
                 raise ShardingError(f"group {name!r}: {error}") from None
         placement = None if self.placement is None else tuple(map(str, self.placement))
         order = None if self.gpu_order is None else tuple(self.gpu_order)

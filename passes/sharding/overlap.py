@@ -169,7 +169,9 @@ def paired(compute: float, collectives: float, overlap: Overlap, across: bool) -
     return longer(compute, collectives, overlap.rates(across))
 
 
-def all_reduce(backward: float, buckets: int, one: float, overlap: Overlap, across: bool, busy: float = 0.0) -> float:
+def all_reduce(
+    backward: float, buckets: int, one: float, overlap: Overlap, across: bool, busy: float = 0.0, early: bool = False
+) -> float:
     """Exposed seconds of the all-reduces of one micro-batch.
 
     The first bucket is full after its share of backward, and the last one only when backward ends.
@@ -178,7 +180,10 @@ def all_reduce(backward: float, buckets: int, one: float, overlap: Overlap, acro
       backward: compute time of the micro-batch's backward.
       buckets: number of buckets; `one` is the time of one.
       busy: seconds for which other collectives use the same links meanwhile.
+      early: whether backward makes these gradients first, as those of a head, so that the last bucket hides, too.
     """
+    if early and overlap.all_reduce:
+        return longer(max(backward - busy, 0.0), buckets * one, overlap.rates(across))
     if not overlap.all_reduce or buckets < 2:
         return buckets * one
     window = max(backward * (1.0 - 1.0 / buckets) - busy, 0.0)

@@ -15,7 +15,7 @@ memory is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dhelix.passes.sharding import memory as memories
@@ -128,9 +128,13 @@ def plan(
     Raises:
       ShardingError: nothing fits. The message says how much is missing, and what would fit.
     """
+    return choose(job, [evaluate(job, each, times, overlap) for each in choices or admissible(mesh)], limit, objective)
+
+
+def choose(job: Job, found: Sequence[Candidate], limit: float, objective: str = "exposed") -> Planned:
+    """The best of some candidates. `plan` says what the arguments mean, and what is raised."""
     if objective not in OBJECTIVES:
         raise ShardingError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    found = [evaluate(job, factors, times, overlap) for factors in choices or admissible(mesh)]
     fitting = sorted(
         (c for c in found if c.memory.total <= limit),
         key=lambda c: (c.value(objective), c.memory.total, _key(c.factors)),
@@ -146,10 +150,14 @@ def plan(
 def baselines(
     job: Job, mesh: Factor, times: CollectiveTimes, overlap: Overlap | None = None, group: Factor | None = None
 ) -> dict[str, Candidate]:
-    """Known strategies: ZeRO-1, ZeRO-3 and MiCS with groups of a node, under the same overlap."""
+    """Known strategies under the same overlap."""
+    return {name: evaluate(job, found, times, overlap) for name, found in known(mesh, group).items()}
+
+
+def known(mesh: Factor, group: Factor | None = None) -> dict[str, Factors]:
+    """The factors of known strategies: ZeRO-1, ZeRO-3, and MiCS with `group`, by default the GPUs of a node."""
     named = {"ZeRO-1": "zero1", "ZeRO-3": "zero3", "MiCS": "mics"}
-    factors = {name: Factors.named(key, mesh, group if key == "mics" else None) for name, key in named.items()}
-    return {name: evaluate(job, found, times, overlap) for name, found in factors.items()}
+    return {name: Factors.named(key, mesh, group if key == "mics" else None) for name, key in named.items()}
 
 
 def _key(factors: Factors) -> tuple[Factor, ...]:

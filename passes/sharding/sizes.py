@@ -11,7 +11,7 @@ out; they are `outside` here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dhelix.passes.sharding.factors import ShardingError
@@ -91,6 +91,20 @@ class ModelSizes:
     def flops(self) -> float:
         """Floating-point operations of the model's forward pass for each token."""
         return self.layers * self.layer_flops + sum(module.flops for module in self.outside)
+
+    def only(
+        self, name: str, modules: Sequence[int], outside: Sequence[int], matrices: tuple[Matrix, ...] = ()
+    ) -> ModelSizes:
+        """The same model and its compute, with the parameters of a group alone.
+
+        Args:
+          name: name of the group.
+          modules, outside: how many parameters of each module belong to the group, in the order of this model's.
+          matrices: those of `matrices` that belong to it.
+        """
+        both = ((self.modules, modules), (self.outside, outside))
+        inside, ends = (tuple(replace(m, parameters=n) for m, n in zip(*one, strict=True)) for one in both)
+        return replace(self, name=name, modules=inside, outside=ends, matrices=matrices)
 
 
 def decoder(

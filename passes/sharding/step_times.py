@@ -82,6 +82,8 @@ class Job:
       secondary: the part over which backward gathers, as ZeRO++ does; None means that of the parameters.
       rest: bytes that a compiled step needs beyond the formulas of `memory.py`; negative if it needs less. None: not
         compiled.
+      share, layer_share: for a group of parameters, its share of the model's parameters and of a layer's. It may hide
+        its collectives behind this share of the compute beside them, so that groups do not hide behind the same.
     """
 
     sizes: ModelSizes
@@ -92,6 +94,8 @@ class Job:
     split: str = "between"
     secondary: Factor | None = None
     rest: float | None = None
+    share: float = 1.0
+    layer_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -255,7 +259,7 @@ class _Step:
         ]
         totals = [m * (layers * sum(modules) + sum(ends)) for modules, ends in found]
         stretch = Stretch(
-            [job.forward_seconds(module) for module in job.sizes.modules],
+            [job.layer_share * job.forward_seconds(module) for module in job.sizes.modules],
             [job.forward_seconds(module) for module in job.sizes.outside],
             layers,
             1 if self.strands else m,
@@ -270,7 +274,8 @@ class _Step:
             self.strands
         ):  # the first forward and the last backward are alone; all others have another strand beside them
             each = sum(totals) / m
-            beside = min(hiding.paired(job.forward + job.backward, each, self.overlap, across), sum(exposed))
+            window = job.share * (job.forward + job.backward)
+            beside = min(hiding.paired(window, each, self.overlap, across), sum(exposed))
             shares = [total / sum(totals) if each else 0.0 for total in totals]
             exposed = tuple(one + (m - 1) * beside * share for one, share in zip(exposed, shares, strict=True))
         first, second, third = (Part(*row) for row in zip(PARTS, totals, exposed, strict=False))
@@ -298,7 +303,9 @@ class _Step:
         """Reductions over `group` that `count` micro-batches run under their backward."""
         number, one = self._buckets(group, shards, count)
         beside = self._same_links(group, busy)
-        exposed = hiding.all_reduce(self.job.backward, number, one, self.overlap, group.nodes > 1, beside)
+        backward, sizes = self.job.share * self.job.backward, self.job.sizes
+        early = not sizes.layer_parameters and not sum(module.parameters for module in sizes.outside[:1])
+        exposed = hiding.all_reduce(backward, number, one, self.overlap, group.nodes > 1, beside, early)
         return Part(name, count * number * one, count * exposed)
 
     def _same_links(self, group: Factor, busy: float) -> float:
@@ -321,7 +328,8 @@ class _Step:
         part = self._reduction("accumulation", group, group, count, busy)
         if not self.strands:
             return part
-        window = max(self.job.forward + self.job.backward - self._same_links(group, busy), 0.0)
+        compute = self.job.share * (self.job.forward + self.job.backward)
+        window = max(compute - self._same_links(group, busy), 0.0)
         beside = hiding.paired(window, part.total / count, self.overlap, group.nodes > 1)
         return replace(part, exposed=min(part.exposed, count * beside))
 
@@ -333,7 +341,8 @@ class _Step:
         """
         job, factors = self.job, self.factors
         group = factors.optimizer / factors.parameters
-        if group.size == 1 or not job.kept.optimizer:
+        updated = job.kept.optimizer or job.split == "inside"  # inside, all parameters are shards between steps
+        if group.size == 1 or not updated:
             return Part("broadcast", 0.0, 0.0)
         moved = job.kept.moved_parameter * job.sizes.parameters / factors.parameters.size
         if job.split == "inside":
@@ -343,5 +352,5 @@ class _Step:
         sizes = job.sizes
         first = (sizes.layer_parameters + (sizes.outside[0].parameters if sizes.outside else 0)) / sizes.parameters
         beside = self._same_links(group, busy) if self.overlap.gather else 0.0
-        exposed = hiding.broadcast(job.forward, first, seconds, self.overlap, group.nodes > 1, beside)
+        exposed = hiding.broadcast(job.share * job.forward, first, seconds, self.overlap, group.nodes > 1, beside)
         return Part("broadcast", seconds, exposed)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
@@ -38,10 +38,11 @@ from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.sharding import memory as memories
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
+from dhelix.passes.sharding.groups import ParameterGroup, PlannedGroups, held, part_of, plan_groups
 from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.planner import TIE, Planned, in_words, plan
-from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes
-from dhelix.passes.sharding.sizes import Batch
+from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes, check_group
+from dhelix.passes.sharding.sizes import Batch, check_names
 from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware
@@ -73,6 +74,7 @@ class AtHand:
       overlap: how much compute and collectives slow each other down.
       limit: bytes of memory of a GPU that may be used.
       notes: what is measured, scaled and guessed.
+      groups: the groups of parameters that choose factors of their own, and the others; empty if all have the same.
     """
 
     job: Job
@@ -87,6 +89,7 @@ class AtHand:
     overlap: Overlap
     limit: float
     notes: tuple[str, ...]
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,20 +101,30 @@ class PlannedStates:
       planned: the planner's result, with memory and times of all factors that the mesh carries out.
       at_hand: what was planned for.
       notes: what is measured, scaled and guessed, and what would be faster on another mesh.
+      groups: the result for groups of parameters; None without groups. Then `planned` is for equal factors of all.
     """
 
     sharding: ShardingPlan
     planned: Planned
     at_hand: AtHand
     notes: tuple[str, ...]
+    groups: PlannedGroups | None = None
 
     def __str__(self) -> str:
-        best = self.planned.best
+        best = self.planned.best if self.groups is None else self.groups.best
         name = best.factors.strategy
         times = f"a step takes {milliseconds(best.times.step)}, {milliseconds(best.times.exposed)} of it exposed"
         memory = f"{in_words(best.memory.total)} of {in_words(self.planned.limit)}"
         said = f"{best.factors} over {', '.join(self.sharding.axes)}"
-        return "\n".join([f"{name or 'sharding'}: {said}; {times}; {memory}", *self.notes])
+        if self.groups is None:
+            return "\n".join([f"{name or 'sharding'}: {said}; {times}; {memory}", *self.notes])
+        rows = [
+            f"  {key}: {found.factors.strategy or 'sharding'}, {found.factors}; {in_words(held(found))}, "
+            f"{milliseconds(found.times.exposed)} exposed"
+            for key, found in self.groups.of_group.items()
+        ]
+        first = f"groups of parameters over {', '.join(self.sharding.axes)}: {times}; {memory}"
+        return "\n".join([first, *rows, self.groups.gain, *self.notes])
 
     def save(self, path: str | Path) -> None:
         """Writes a plan file. Raises PlanError if it cannot be written."""
@@ -128,6 +141,7 @@ def plan_sharding(
     microbatches: int | None = None,
     memory: int | str | None = None,
     profile: Any = AUTO,
+    groups: str | Sequence[str] = (),
 ) -> PlannedStates:
     """Plans how the states of a train step are sharded, over the mesh that its arguments are on.
 
@@ -138,20 +152,40 @@ def plan_sharding(
       microbatches: micro-batches of a step; default: those of `strand_interleave`, or 1.
       memory: memory of a GPU that may be used, in bytes or as "60GiB"; default: all of it.
       profile: "auto", the file of a profile, or None for times from bandwidths, as for `strand_interleave`.
+      groups: keys of groups of parameters that choose factors of their own, such as ("embedding", "lora_*"): parts of
+        their paths, as for `sharding_plan`. All other parameters are a group, too.
 
     Returns:
-      The plan with the least exposed communication that fits, among those that the mesh carries out.
+      The plan with the least exposed communication that fits, among those that the mesh carries out. With `groups`,
+      it has the same factors for all of them, unless others gain more than 2 %.
 
     Raises:
-      ShardingError: nothing fits, the mesh is not one of GPUs, or the step has no states.
-      DhelixError: the profile cannot be read, or has no times for this launch setting.
+      ShardingError: nothing fits, the mesh is not one of GPUs, the step has no states, or a key matches no parameter.
+      DhelixError: the profile cannot be read, or has no times for this launch setting, or OR-tools is missing.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    here = at_hand(step, args, names, microbatches, memory, profile)
+    here = at_hand(step, args, names, microbatches, memory, profile, groups=keys_of(groups))
+    if here.groups:
+        of_groups = plan_groups(here.job, here.groups, here.times, here.limit, here.overlap)
+        return PlannedStates(of_groups.plan(names), of_groups.alike, here, here.notes, of_groups)
     found = plan(here.job, here.mesh, here.times, here.limit, here.overlap, choices=here.choices)
     better = better_elsewhere(found, here)
     section = ShardingPlan(found.best.factors, _INSIDE, axes=names)
     return PlannedStates(section, found, here, (*here.notes, *better))
+
+
+def keys_of(groups: Any) -> tuple[str, ...]:
+    """The keys of groups of parameters. Raises ShardingError if one is none, or occurs twice."""
+    if isinstance(groups, Mapping):
+        raise ShardingError(
+            f"groups={groups!r}: the planner chooses what groups have, so give their keys alone, such as "
+            f"groups={tuple(groups)!r}; dhelix.sharding_plan takes what you choose"
+        )
+    keys = (groups,) if isinstance(groups, str) else tuple(groups)
+    for key in keys:
+        check_group(key)
+    check_names(keys)
+    return keys
 
 
 def better_elsewhere(found: Planned, here: AtHand) -> tuple[str, ...]:
@@ -175,6 +209,7 @@ def at_hand(
     batch: Batch | None = None,
     name: str | None = None,
     target: Target | None = None,
+    groups: Sequence[str] = (),
 ) -> AtHand:
     """What the planner needs to know. The plain step is compiled.
 
@@ -182,6 +217,7 @@ def at_hand(
       batch: what a GPU computes, with its micro-batches; None: `microbatches`, of one token each.
       name: name of the model; None: that of the step.
       target: the GPUs and the source of costs; None: those of the step's devices and of `profile`.
+      groups: keys of groups of parameters.
       others: as in `plan_sharding`, which also says what is raised.
     """
     of_step = step.options.microbatches if isinstance(step, InterleavedStep) else None
@@ -191,7 +227,7 @@ def at_hand(
     whole = StatePlan("dp", axes)
     whole.on(mesh.shape)
     lowered = _lowered(step, args)
-    found = StepSizes.of(lowered, args, axes, name)
+    found = StepSizes.of(lowered, args, axes, name, groups)
     if found.split:
         leaves, tree = jax.tree.flatten(tuple(args))
         placed = [without_axes(leaf, axes) if n in found.states else leaf for n, leaf in enumerate(leaves)]
@@ -200,7 +236,7 @@ def at_hand(
     attached = deviceless.are_attached(jax_compat.devices(lowered))
     compiled = lowered.compile() if attached else tuned.compile(lowered)
     module = lowering.compiled_module(compiled)
-    found = replace(found, kept=replace(found.kept, moved_gradient=summed_bytes(module, mesh, axes, found.kept)))
+    found = found.summed(summed_bytes(module, mesh, axes, found.gradient))
     parts = step_parts(module, target.costs())
     need = memory_need.of_compiled(compiled).total
     factor = _factor(mesh, axes, target.hardware.gpus_per_node)
@@ -212,9 +248,11 @@ def at_hand(
     setting = "default" if target.model is None else target.model.setting
     limit = hardware.memory_bytes if memory is None else float(parse_bytes("memory", memory))
     where = "on these GPUs" if attached else f"for {target.gpu} without a GPU"
+    choices = _choices(factor, axes, mesh)
+    of_groups = tuple(part_of(job, sizes, factor, kept, choices) for sizes, kept in found.parts)
     return AtHand(
-        job, factor, axes, _choices(factor, axes, mesh), hardware, target.link, setting, times,
-        source, overlap, limit, _notes(found, job, need, parts, where),
+        job, factor, axes, choices, hardware, target.link, setting, times,
+        source, overlap, limit, _notes(found, job, need, parts, where), of_groups,
     )  # fmt: skip
 
 
@@ -253,13 +291,13 @@ def _job(found: StepSizes, batch: Batch, hardware: Hardware, mesh: Factor, parts
     bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
     one = Job(found.sizes, batch, Compute(1.0, bandwidth), found.kept, split=_INSIDE)
     plain = Factors(mesh)
-    held = memories.memory(one.sizes, plain, one.kept, batch, one.bucket, _INSIDE).total
+    known = memories.memory(one.sizes, plain, one.kept, batch, one.bucket, _INSIDE).total
     if batch.microbatches > 1:  # the plain step has no strands, so it keeps the gradients of one micro-batch
-        held += one.kept.moved_parameter * one.sizes.parameters
+        known += one.kept.moved_parameter * one.sizes.parameters * found.trained
     seconds = parts.compute + parts.copies + parts.clock + parts.idle
     work = batch.microbatches * (one.forward + one.backward)  # at one operation per second
     speed = work / max(seconds - one.update_seconds(plain), 0.1 * seconds)
-    return replace(one, compute=Compute(speed, bandwidth), rest=need - held)
+    return replace(one, compute=Compute(speed, bandwidth), rest=need - known)
 
 
 def _choices(factor: Factor, axes: Axes, mesh: Mesh) -> tuple[Factors, ...]:

@@ -170,6 +170,14 @@ def _sharding_plan(plan: Any, given: Axes | None) -> StatePlan:
     if isinstance(plan, str) and plan in STRATEGIES or isinstance(plan, Factors):
         return StatePlan(plan, given or ("dp",))
     if isinstance(plan, str) and not plan.endswith(".json"):
+        first, *others = plan.split(",")
+        if others and first in STRATEGIES:  # as `dhelix train --states` takes it
+            pairs = (other.partition("=") for other in others)
+            groups = ", ".join(f"{name!r}: {value or 'zero1'!r}" for name, _, value in pairs)
+            raise ShardingError(
+                f"sharding={plan!r}: this is the form of --states; in Python, write sharding="
+                f"dhelix.sharding_plan({first!r}, groups={{{groups}}})"
+            )
         raise ShardingError(f"sharding={plan!r} is neither a strategy ({', '.join(STRATEGIES)}) nor a plan's file")
     section = _section(plan)
     if section.split != "inside" and section.factors.optimizer.size > 1:

@@ -98,12 +98,14 @@ class FoundStates:
       optimizer: the other states.
       gradient: bytes of an element of the gradients, as updates read them.
       computed: bytes of an element of most operands of matrix products.
+      frozen: those of the parameters that no gradient updates.
     """
 
     parameters: tuple[int, ...]
     optimizer: tuple[int, ...]
     gradient: int
     computed: int
+    frozen: tuple[int, ...] = ()
 
 
 def find_states(module: HloModule) -> FoundStates:
@@ -132,12 +134,14 @@ def find_states(module: HloModule) -> FoundStates:
     inside, users = {i for one in updates for i in one.steps}, entry.users()
     read = {s for s in states if any(user not in inside and user is not entry.root for user in users[s])}
     numbers = {state: state.proto.parameter_number for state in states}
+    trained = {state for one in updates if one.inputs for state in one.states}
     every = (i for computation in module.computations for i in computation.instructions)
     return FoundStates(
         tuple(sorted(numbers[state] for state in states if state in read)),
         tuple(sorted(numbers[state] for state in states if state not in read)),
         _usual_width(value for one in updates for value in one.inputs),
         _usual_width(operand for i in every if i.opcode == "dot" for operand in i.operands),
+        tuple(sorted(numbers[state] for state in read if state not in trained)),
     )
 
 

@@ -14,12 +14,16 @@ import pytest
 from dhelix.launch import cli
 from dhelix.launch.shard import chart
 from dhelix.launch.shard.command import view_of
+from dhelix.launch.shard.groups import groups_of
 from dhelix.launch.shard.job import compute_of, model_sizes
 from dhelix.launch.train import trainer
 from dhelix.launch.train.sharded import ShardedTraining
 from dhelix.models.presets import PRESETS
 from dhelix.passes.plans import plan_files
+from dhelix.passes.sharding.factors import Factor
 from dhelix.passes.sharding.overlap import Overlap
+from dhelix.passes.sharding.sizes import Batch
+from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles.hardware import A800, B200, H200
 from dhelix.runtime.sharding.state_plan import sharding_plan
 from dhelix.runtime.step.options import StepOptions
@@ -169,6 +173,38 @@ def flag_values(*arguments: str) -> dict[str, Any]:
     return values.flag_values_dict()
 
 
+def test_groups_of_parameters(shard: Shard, tmp_path: Path) -> None:
+    step = ("--model=llama-7b", "--hardware=H200", "--nodes=1", "--microbatches=4", "--bytes=single", "--memory=60")
+    status, text, _ = shard(*step, "--groups=embedding,output", f"--out={tmp_path / 'plan.json'}")
+    for words in ("embedding: parameters 1x1", "the others", "one for all", "for all, a step takes", "wrote"):
+        assert status == 0 and words in " ".join(text.split())
+    section = plan_files.load(tmp_path / "plan.json").sharding
+    found = json.loads(shard(*step, "--groups=embedding,head", "--json")[1])
+    assert section and [name for name, _ in section.groups] == ["embedding", "head"]
+    assert list(found["groups"]) == ["embedding", "head", "the others"] and found["one_for_all"]["fits"]
+    assert found["memory"]["total"] <= found["memory"]["limit"]
+    assert found["time"]["step"] < found["one_for_all"]["step"] and "for all, a step takes" in found["gain_of_groups"]
+
+
+def test_groups_that_gain_nothing_are_one_choice(shard: Shard, tmp_path: Path) -> None:
+    experts = ("--model=olmoe-1b-7b", "--groups=experts", f"--out={tmp_path / 'plan.json'}")
+    text = shard(*experts)[1]
+    assert "experts are the parameters w_*" in text and "Groups gain less than 2%" in text
+    section = plan_files.load(tmp_path / "plan.json").sharding
+    assert section and not section.groups
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_groups_of_every_preset_are_all_of_it(name: str) -> None:
+    config = PRESETS[name]
+    sizes = model_sizes(name, config, config.seq)
+    job = Job(sizes, Batch(), Compute(1e12, 1e12), split="inside")
+    embedding, layers, others = (each.job.sizes for each in groups_of(job, Factor(8), config, ["embedding", "layers"]))
+    assert embedding.parameters == sizes.outside[0].parameters
+    assert layers.layer_parameters == sizes.layer_parameters and layers.flops == sizes.flops
+    assert embedding.parameters + layers.parameters + others.parameters == sizes.parameters
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -187,6 +223,12 @@ def flag_values(*arguments: str) -> dict[str, Any]:
         ((*SMALL, "--profile=x.json"), "exclude each other"),
         ((*SMALL, "--memory=nan"), "--memory nan: give a finite number"),
         ((*SMALL, "more"), "'more' is not a flag"),
+        ((*SMALL, "--groups=foo"), "group 'foo' matches no path of a parameter: embedding"),
+        ((*SMALL, "--groups=experts"), "--groups experts: this model has none"),
+        ((*SMALL, "--groups=head,head"), "'head' occurs twice"),
+        ((*SMALL, "--groups=head", "--factors=1x1,1x1,8x1"), "--groups chooses factors for each group, and --factors"),
+        ((*SMALL, "--groups=head", "--split=between"), "--groups needs --split inside"),
+        ((*SMALL, "--groups=head", "--memory=10"), "with recomputation it needs"),
         (("--live",), "which step? give --live --preset NAME"),
         (("--live", "--preset=llama-demo", "--model=llama-7b"), "so --model has no effect"),
         (("--live", "--preset=llama-demo", "--states=zero1"), "leave out --states and --states_group"),

@@ -191,6 +191,60 @@ def test_a_step_with_a_shard_map_is_planned() -> None:
     assert {factors.strategy for factors in found.at_hand.choices} == {"dp", "zero1", "zero2", "fsdp"}
 
 
+def adapted(optimizer: optax.GradientTransformation) -> Any:
+    """A step that trains the head, and keeps everything else as it is."""
+
+    def step(state: Any, words: jax.Array) -> Any:
+        base, params, opt_state = state
+        value, gradients = dhelix.value_and_grad(lambda p, words: loss(base | p, words))(params, words)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (base, optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def adapted_arguments(optimizer: optax.GradientTransformation, on: Mesh) -> tuple[Any, Any]:
+    (params, _), words = arguments(optimizer, on)
+    whole = NamedSharding(on, WHOLE)
+    head = {"head": params.pop("head")}
+    states = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), jax.eval_shape(optimizer.init, head)
+    )
+    return (params, head, states), words
+
+
+def test_groups_have_their_own_bytes_and_frozen_ones_no_gradients() -> None:
+    optimizer = optax.adamw(1e-3)
+    args = adapted_arguments(optimizer, mesh(dp=4, tp=2))
+    lowered = jax.jit(adapted(optimizer)).lower(*args)
+    found = StepSizes.of(lowered, args, ("dp",), "mine", ["table", "head"])
+    bytes_of = {sizes.name: (kept.parameter, kept.gradient, kept.optimizer) for sizes, kept in found.parts}
+    head, others = (4.0, 2.0, pytest.approx(8.0, rel=1e-3)), (4.0, 0.0, 0.0)
+    assert bytes_of == {"table": others, "head": head, "the others": others}
+    assert [sizes.parameters for sizes, _ in found.parts] == [WORDS * WIDTH, WORDS * WIDTH, LAYERS * WIDTH * WIDTH]
+    assert found.trained == WORDS * WIDTH / PHI and found.kept.optimizer == pytest.approx(8.0 * found.trained, rel=1e-3)
+
+
+@pytest.mark.deviceless
+def test_groups_of_a_step_choose_their_factors() -> None:
+    optimizer, on = optax.adamw(1e-3), dhelix.deviceless.mesh({"dp": 8})
+    state, words = adapted_arguments(optimizer, on)
+    step = adapted(optimizer)
+    planned = dhelix.plan_sharding(step, state, words, groups=("layers", "table"), profile=None)
+    assert planned.groups and list(planned.groups.of_group) == ["layers", "table", "the others"]
+    frozen, table, trained = (found.factors.strategy for found in planned.groups.of_group.values())
+    assert frozen == table == "dp" and trained == "zero1", "frozen parameters are whole, where memory allows it"
+    assert "for all, a step takes" in str(planned) and "  layers: dp" in str(planned)
+    made = dhelix.sharding_plan(planned)
+    assert [name for name, _ in made.groups] == ["layers", "table"]
+    base, params, _ = state_shardings(state, made, on)
+    assert not any(base["layers"].spec) and "dp" in params["head"].spec[0]
+    with pytest.raises(ShardingError, match="group 'lora' matches no path of a parameter: "):
+        dhelix.plan_sharding(step, state, words, groups="lora")
+    with pytest.raises(ShardingError, match=r"give their keys alone, such as groups=\('table',\)"):
+        dhelix.plan_sharding(step, state, words, groups={"table": "zero1"})  # type: ignore[arg-type]
+
+
 @pytest.mark.deviceless
 def test_what_does_not_fit_is_one_error() -> None:
     optimizer = optax.adamw(1e-3)

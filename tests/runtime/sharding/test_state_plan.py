@@ -82,6 +82,10 @@ def test_what_a_plan_may_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (
+            lambda: sharding_plan("zero3,embedding=zero1"),
+            "in Python, write sharding=dhelix.sharding_plan('zero3', groups={'embedding': 'zero1'})",
+        ),
         (lambda: sharding_plan("zero4"), "sharding='zero4' is neither a strategy (dp, zero1, zero2, zero3, fsdp, mics, "
                                          "zero++) nor a plan's file"),
         (lambda: sharding_plan(3), "3 says nothing about sharding; `dhelix shard --out plan.json` writes a plan"),
