@@ -51,9 +51,6 @@ least 0.5 % faster. The factor was chosen by measurements (docs/research_log.md)
 """
 
 
-_WIDER = 2  # a limit that the user did not give is raised at most this many times
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One plan and its predictions.
@@ -244,16 +241,16 @@ def with_room[T](
 ) -> tuple[T, MemoryLimit]:
     """What `planned` finds, and the limit with which it finds it.
 
-    If nothing keeps to the default limit, the smallest sufficient one is taken, as long as it is at most `room` bytes.
+    If nothing keeps to the default limit, an order may use `room` bytes, as a step does that runs
+    (`runtime/step/specialization.py`).
     """
-    for _ in range(_WIDER):
-        try:
-            return planned(limit), limit
-        except OverLimitError as error:
-            if limit.given or error.needed > room:
-                raise
-            told(f"No order needs as little memory as usual, but the GPU has room: {error}.")
-            limit = MemoryLimit(error.needed)
+    try:
+        return planned(limit), limit
+    except OverLimitError as error:
+        if limit.given or error.needed > room:
+            raise
+        told(f"No order needs as little memory as usual, but the GPU has room: {error}.")
+    limit = MemoryLimit(room)
     return planned(limit), limit
 
 

@@ -55,9 +55,9 @@ def exceeded_by_plain(plain: int, limit: int) -> str:
     return f"; the plain step, which runs, needs more than the limit, too: {bytes_text(plain)}"
 
 
-def more(needed: int, plain: int) -> str:
+def more(needed: int, limit: int) -> str:
     """What is said of two strands that need more than the usual limit, for which the GPUs have room."""
     return (
-        f"two strands need {bytes_text(needed)}, {needed / plain - 1:.1%} more than the plain step; the GPU has room "
-        "for them (memory_limit= sets another limit)"
+        f"two strands need {bytes_text(needed)}, more than {bytes_text(limit)} (the plain step's memory plus "
+        f"{MEMORY_SLACK:.0%}); the GPU has room for them (memory_limit= sets another limit)"
     )

@@ -306,27 +306,19 @@ class Specialization:
         The scheduling pass has counted live ranges, and either kept to the limit or refused. But the compiler's
         allocation also has gaps between buffers. If the step needs too much and the user gave no limit, the plain step
         is compiled, because its memory by the compiler's count may raise the limit. Then, if no pass refused, the step
-        is compiled once more, with a limit that is reduced by the gaps. If this does not suffice and the user gave no
-        limit, the smallest one that no pass refuses is taken, if the GPUs have room. Otherwise the plain step runs.
+        is compiled once more, with a limit that is reduced by the gaps. Whatever is refused may use the GPUs' room.
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
             plain = jax_compat.apart(self.original).compile()
             limit = max(limit, self._largest(memory_need.of_compiled(plain).allowed(), "weigh the plain step's memory"))
-        if needed <= limit:
-            return
         would_do, gaps, refused = self._limit_that_would_do(needed)
-        if not refused:
-            if (needed := self._again(max(limit - gaps, 0))) <= limit:
-                return
-            would_do = min(would_do, self._limit_that_would_do(needed)[0])
-        if plain is not None and would_do <= (room := self._room()):
-            needed = self._again(would_do)
-            if needed and self._limit_that_would_do(needed)[2]:  # the compiler's gaps differ from order to order
-                needed = self._again(room)
-            if needed <= room:
-                said = memory_limits.more(needed, memory_need.of_compiled(plain).total) if needed else ""
-                return say_once(f"{self._name}: {said}", (self._label, said)) if said else None
+        if needed > limit and not refused:
+            needed = self._again(max(limit - gaps, 0))
+            would_do = min(would_do, self._limit_that_would_do(needed)[0]) if needed > limit else needed
+            refused = needed > limit
+        if (refused and self._use_room(limit, would_do)) or needed <= limit:
+            return
         reason = memory_limits.exceeded(limit, would_do, self._limit_given)
         if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")
@@ -342,10 +334,16 @@ class Specialization:
         self._compile()
         return 0 if self._compiled is None else self._needed(self._compiled)
 
-    def _room(self) -> int:
-        """The bytes that a step may need on all GPUs of the job, whatever the plain step needs."""
-        assert self._target is not None
-        return -self._largest(-memory_need.room(self._target.hardware), "compare the GPUs' memory")
+    def _use_room(self, limit: int, would_do: int = 0) -> bool:
+        """Compiles the step again, with the GPUs' room as limit if that is enough. Returns whether it keeps to it."""
+        assert self._target is not None  # a limit in between would save memory that nobody needs, and cost speed
+        room = -self._largest(-memory_need.room(self._target.hardware), "compare the GPUs' memory")
+        if self._limit_given or room <= limit or room < would_do:
+            return False
+        self._limit_given = True
+        if limit < (needed := self._again(room)) <= room:
+            say_once(f"{self._name}: {(said := memory_limits.more(needed, limit))}", (self._label, said))
+        return needed <= room
 
     def _keep_speed(self) -> None:
         """Leaves the step alone unless it is predicted to be faster than the plain step.
@@ -358,6 +356,8 @@ class Specialization:
         found = self._whole_report()
         useless = found.gain is not None and found.gain.ratio >= _USELESS
         if self._largest(int(useless), "compare the predicted times") and found.gain is not None:
+            if self._limit is not None and self._use_room(self._limit):
+                return self._keep_speed()
             self._compiled = None
             why = f"{found.gain.time()}; {guesses(found.gain.after)}"
             self._leave_alone(f"two strands are not faster: {why} (strict=True interleaves the step anyway)")
