@@ -33,6 +33,7 @@ from dhelix.benchmarks.sharding import run as sharding_study
 from dhelix.benchmarks.sharding import strategies as strategies_study
 from dhelix.benchmarks.strands import results as strand_results
 from dhelix.benchmarks.strands import tables as strand_tables
+from dhelix.benchmarks.trainers import on_gpus as trainer_gpu_study
 from dhelix.benchmarks.trainers import results as trainer_results
 
 
@@ -139,6 +140,11 @@ def channel_grid(paths: Sequence[Path]) -> str:
 def trainers(paths: Sequence[Path]) -> str:
     """Trainers of other people, plain and under `dhelix run`."""
     return trainer_results.table([trainer_results.Result.of(r) for path in paths for r in _load(path)["results"]])
+
+
+def trainers_on_gpus(paths: Sequence[Path]) -> str:
+    """MaxText on GPUs, plain and under `dhelix run`."""
+    return "\n\n".join(trainer_gpu_study.markdown(_load(path)) for path in paths)
 
 
 def records(paths: Sequence[Path]) -> str:

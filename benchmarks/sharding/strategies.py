@@ -77,7 +77,8 @@ def _of_run(run: Run, baselines: Mapping[int, float]) -> Iterator[str]:
         f"({run.on['gpus']}, machine {run.on['machine']}, jax {run.on['jax']}, {run.on['date']})"
     )
     heads = ("M", *STRATEGIES, "XLA's FSDP, best", "planner's choice", "off the fastest", "over XLA's FSDP")
-    yield table(heads, [row for m in MICROBATCHES if (row := _row(run, found, m, baselines.get(m)))])
+    if rows := [row for m in MICROBATCHES if (row := _row(run, found, m, baselines.get(m)))]:
+        yield table(heads, rows)
     if spread := [row for m in SPREAD for row in _spread(run, found, m)]:
         yield "ZeRO-1 with parameters gathered in different ways, in milliseconds, one step of each traced:"
         yield table(_SPREAD_HEADS, spread)
@@ -89,8 +90,8 @@ def _row(run: Run, found: dict[str, Result], m: int, baseline: float | None) -> 
     """A number of micro-batches: milliseconds of a step, with what the planner expected in parentheses."""
     planned = run.workload["planned"].get(str(m), {"chosen": "", "expected_ms": {}})
     ours = {s: one.median_ms for s in STRATEGIES if (one := found.get(f"M {m}, {s}, {OURS}"))}
-    if not ours:
-        return ()
+    if len(ours) < 2:
+        return ()  # nothing to choose from
     cells = []
     for strategy in STRATEGIES:
         expected = planned["expected_ms"].get(strategy)

@@ -51,6 +51,10 @@ LINKS: Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
     "no-p2p": ({"NCCL_P2P_DISABLE": "1"}, ("small-buffers",)),
 }
 """For each link: its variables, and the launch settings to run under."""
+_HEADS = (
+    "link", "launch setting", "XLA flags", "program", "step ms (fastest-slowest)", "over the best plain", "last loss",
+    "what dhelix says",
+)  # fmt: skip
 
 
 @dataclass
@@ -154,24 +158,22 @@ def markdown(found: Mapping[str, Any]) -> str:
     every = [Run(**run) for run in found["runs"]]
     rows = []
     for run in every:
+        place = run.link, run.setting, run.flags, run.by
         if not run.steps_ms:
-            rows.append((run.link, run.setting, run.flags, run.by, re.sub(r"\s+", " ", run.failed)[-120:], "", ""))
+            rows.append((*place, re.sub(r"\s+", " ", run.failed)[-120:], "", "", ""))
             continue
         plain = [statistics.median(r.steps_ms) for r in every if r.by == "plain" and r.link == run.link and r.steps_ms]
         middle = statistics.median(run.steps_ms)
         times = f"{middle:.1f} ({min(run.steps_ms):.1f}-{max(run.steps_ms):.1f})"
         gain = f"{min(plain) / middle:.3f}" if plain else ""
-        rows.append((run.link, run.setting, run.flags, run.by, times, gain, f"{run.losses[-1]:.4f}"))
-    heads = (
-        "link",
-        "launch setting",
-        "XLA flags",
-        "program",
-        "step ms (fastest-slowest)",
-        "over the best plain",
-        "last loss",
+        rows.append((*place, times, gain, f"{run.losses[-1]:.4f}", run.headline))
+    counts = sorted({len(run.steps_ms) for run in every if run.steps_ms})
+    title = (
+        f"**MaxText, {found['layers']} layers, S {found['seq']}, FSDP {found['gpus']}, 4 micro-batches of "
+        f"{found['batch']} on each GPU; {' or '.join(map(str, counts))} timed steps** "
+        f"({found['on']['gpus']}, jax {found['on']['jax']}, {found['on']['date']})"
     )
-    return table(heads, rows)
+    return f"{title}\n\n{table(_HEADS, rows)}"
 
 
 def main() -> None:
@@ -189,18 +191,18 @@ def main() -> None:
     options = made.parse_args()
     kind, count = gpus_here()
     on = {"gpus": f"{count} x {kind}", "date": str(datetime.date.today()), "jax": importlib.metadata.version("jax")}
+    shape = {name: getattr(options, name) for name in ("gpus", "layers", "seq", "batch")}
     began, found = time.monotonic(), []
+    results = {"on": on, **shape, "runs": found}
     for run in runs(options.links.split(",")):
         left = options.budget_s - (time.monotonic() - began)
         if not re.search(options.only, run.name) or left < 0:
             continue
         measure(run, options, min(_LIMIT, left))
         found.append(asdict(run))
-        shape = {name: getattr(options, name) for name in ("gpus", "layers", "seq", "batch")}
-        results = {"on": on, **shape, "runs": found}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{time.monotonic() - began:4.0f} s  {run.name}: {run.failed or run.steps_ms}", flush=True)
-    print(markdown({"runs": found}))
+    print(markdown(results))
 
 
 if __name__ == "__main__":
