@@ -32,3 +32,9 @@ class PassRefusal(DhelixError):
         self.place = instruction
         self.instruction = None if instruction is None else str(getattr(instruction, "name", instruction))
         super().__init__(reason if self.instruction is None else f"{reason} (at {self.instruction})")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, with the error's type unless it is ours. Compiler errors can be very long."""
+    text = next(filter(None, map(str.strip, str(error).splitlines())), "no reason given")
+    return text if isinstance(error, DhelixError) else f"{type(error).__name__}: {text}"

@@ -24,9 +24,9 @@ from dhelix.models.common.mesh import make_mesh
 from dhelix.models.train_step import make_train_step
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.sharding.planner import Candidate
-from dhelix.passes.sharding.sharding_plan import ShardingPlan
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.compiler.lowering import compiled_module
+from dhelix.runtime.sharding.state_plan import StatePlan
 
 
 class StrategiesWorker(Worker):
@@ -158,7 +158,7 @@ class StrategiesWorker(Worker):
             self.save()
 
 
-def _plan(strategy: str) -> ShardingPlan:
+def _plan(strategy: str) -> StatePlan:
     return sharding_plan("zero1", groups={"embedding": "zero3"}) if strategy == ROWS else sharding_plan(strategy)
 
 
