@@ -8,7 +8,7 @@ without peer-to-peer, smaller buffers alone were slower, more channels alone too
 
     1  the process as it is
     2  pairs of buffers and channels       all with the same bytes together
-    3  descent from the fastest pair       one place up or down, buffers and channels apart
+    3  descent from the fastest pair       buffers and channels apart, buffers also two places down
     4  threads                             with the fastest pair, or without one if none is faster
 
 Variables that the launch setting sets, or the user, stay as they are.
@@ -31,8 +31,8 @@ VARIABLES = (BUFFER, CHANNELS, PEER_CHANNELS, THREADS)
 _BUFFERS = (None, *(1 << n for n in range(21, 16, -1)))  # bytes of each channel's buffer; NCCL's own are 4 MiB
 _CHANNELS = (None, 8, 16, 32)
 _MOST_CHANNELS = 32
-_TOGETHER = 4 << 20
-"""Bytes of all buffers together, in step 2. They are those of the launch setting `small-buffers`, found by hand."""
+_TOGETHER = 16 << 20
+"""Bytes of all buffers together, in step 2: as NCCL has them without peer-to-peer, 4 channels of 4 MiB."""
 
 _FASTER = 0.005
 """A step must be faster by this fraction. Each process is measured once, so less may be chance."""
@@ -112,7 +112,7 @@ class _Search:
     def _near(self, place: tuple[int, int]) -> list[tuple[int, int]]:
         """The neighbours of a place that were not tried yet."""
         b, c = place
-        near = [(b + 1, c), (b - 1, c), (b, c + 1), (b, c - 1)]
+        near = [(b + 1, c), (b + 2, c), (b - 1, c), (b, c + 1), (b, c - 1)]
         return [one for one in near if one in self._grid() and one not in self._known]
 
     def _better(self, place: tuple[int, int]) -> tuple[int, int] | None:
