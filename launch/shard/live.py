@@ -76,11 +76,6 @@ def _options(chosen: Mapping[str, Any]) -> Options:
         raise DhelixError("which step? give --live --preset NAME, and the other flags of `dhelix train`")
     if chosen["states"] or chosen["states_group"]:
         raise DhelixError("--live plans how states are sharded; leave out --states and --states_group")
-    if chosen["pp"] > 1:
-        raise DhelixError(
-            "--live does not know a pipeline's memory, because a stage keeps several micro-batches at once; leave out "
-            "--pp, plan for the --layers of one stage, and give --memory without what these micro-batches keep"
-        )
     given = dict(chosen) | {"microbatches": chosen["microbatches"] or Options().microbatches}
     attached = len(_attached())
     given["mesh"] = chosen["mesh"] or f"dp={attached if attached > 1 else profile_step.GPUS}"

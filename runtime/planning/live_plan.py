@@ -39,7 +39,7 @@ from dhelix.passes.sharding import memory as memories
 from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.groups import ParameterGroup, PlannedGroups, held, part_of, plan_groups
-from dhelix.passes.sharding.overlap import Overlap
+from dhelix.passes.sharding.overlap import NOTHING, Overlap
 from dhelix.passes.sharding.planner import TIE, Planned, in_words, plan
 from dhelix.passes.sharding.sharding_plan import ShardingPlan, axis_names, axis_sizes, check_group
 from dhelix.passes.sharding.sizes import Batch, check_names
@@ -244,16 +244,25 @@ def at_hand(
     job = _job(found, batch, hardware, factor, parts, need)
     section = None if target.model is None else target.model.profile.section(target.model.setting)
     times, source = _times(hardware, target, section)
-    overlap = Overlap().on(hardware, section)
+    overlap = overlap_of(step)
     setting = "default" if target.model is None else target.model.setting
     limit = hardware.memory_bytes if memory is None else float(parse_bytes("memory", memory))
     where = "on these GPUs" if attached else f"for {target.gpu} without a GPU"
     choices = _choices(factor, axes, mesh)
+    notes = _notes(found, job, need, parts, where)
+    if overlap is NOTHING:
+        notes = (*notes, "a pipeline: its ticks wait for every collective of the states, so none is hidden")
     of_groups = tuple(part_of(job, sizes, factor, kept, choices) for sizes, kept in found.parts)
     return AtHand(
         job, factor, axes, choices, hardware, target.link, setting, times,
-        source, overlap, limit, _notes(found, job, need, parts, where), of_groups,
+        source, overlap.on(hardware, section), limit, notes, of_groups,
     )  # fmt: skip
+
+
+def overlap_of(step: Callable[..., Any]) -> Overlap:
+    """Which collectives of the states run beside compute. The ticks of a pipeline wait for all of them."""
+    piped = isinstance(step, InterleavedStep) and step.options.pipeline is not None
+    return NOTHING if piped else Overlap()
 
 
 def _lowered(step: Callable[..., Any], args: Sequence[Any]) -> jax.stages.Lowered:

@@ -232,7 +232,6 @@ def test_groups_of_every_preset_are_all_of_it(name: str) -> None:
         (("--live",), "which step? give --live --preset NAME"),
         (("--live", "--preset=llama-demo", "--model=llama-7b"), "so --model has no effect"),
         (("--live", "--preset=llama-demo", "--states=zero1"), "leave out --states and --states_group"),
-        (("--live", "--preset=llama-demo", "--pp=2"), "--live does not know a pipeline's memory"),
         ((*SMALL, "--axes=data"), "--axes names the mesh axes of a plan file; add --out"),
         ((*SMALL, "--mesh=dp=2"), "--mesh describes a step of `dhelix train`; add --live"),
     ],

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 import dhelix
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.sharding.factors import Factor, ShardingError
+from dhelix.passes.sharding.overlap import NOTHING, Overlap
 from dhelix.passes.sharding.states.updates import find_states
 from dhelix.runtime.compiler import lowering, memory_need, tuned
-from dhelix.runtime.planning.live_plan import PlannedStates
+from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.planning.live_plan import PlannedStates, overlap_of
 from dhelix.runtime.planning.step_sizes import StepSizes
 from dhelix.runtime.sharding.placed_states import state_shardings
 from dhelix.runtime.step.strand_interleave import strand_interleave
@@ -246,6 +248,18 @@ def test_groups_of_a_step_choose_their_factors() -> None:
 
 
 @pytest.mark.deviceless
+def test_a_pipeline_hides_no_collective_of_its_states() -> None:
+    """Its ticks wait for them (docs/design/sharding.md)."""
+
+    def train_step(state: Any, x: Any) -> Any:
+        return state, x
+
+    piped = strand_interleave(train_step, pipeline=Fold(2, 4), microbatches=4)
+    assert overlap_of(piped) is NOTHING and overlap_of(strand_interleave(train_step)) == Overlap() == overlap_of(
+        train_step
+    )
+
+
 def test_what_does_not_fit_is_one_error() -> None:
     optimizer = optax.adamw(1e-3)
     state, words = arguments(optimizer, dhelix.deviceless.mesh({"dp": 8}))
