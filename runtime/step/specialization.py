@@ -304,21 +304,24 @@ class Specialization:
     def _keep_memory(self, limit: int) -> None:
         """Leaves the step alone if it needs more than `limit` bytes, arguments included, by the compiler's count.
 
-        The scheduling pass has counted live ranges, and either kept to the limit or refused. But the compiler's
-        allocation also has gaps between buffers. If the step needs too much and the user gave no limit, the plain step
-        is compiled, because its memory by the compiler's count may raise the limit. Then, if no pass refused, the step
-        is compiled once more, with a limit that is reduced by the gaps. Whatever is refused may use the GPUs' room.
+        The scheduling pass has counted live ranges, and either kept to the limit or refused. If it refused, and no limit
+        was given, the step may use the room of the GPUs. But the compiler's allocation also has gaps between buffers.
+        If the step needs too much, the plain step is compiled, because its memory by the compiler's count may raise the
+        limit. Then the step is compiled once more, with a limit that is reduced by the gaps.
         """
         plain, needed = None, self._needed(self._compiled)
+        would_do, gaps, refused = self._limit_that_would_do(needed)
+        if refused and self._use_room(limit, would_do):
+            return
         if needed > limit and not self._limit_given:
             plain = jax_compat.apart(self.original).compile()
             limit = max(limit, self._largest(memory_need.of_compiled(plain).allowed(), "weigh the plain step's memory"))
-        would_do, gaps, refused = self._limit_that_would_do(needed)
         if needed > limit and not refused:
             needed = self._again(max(limit - gaps, 0))
             would_do = min(would_do, self._limit_that_would_do(needed)[0]) if needed > limit else needed
-            refused = needed > limit
-        if (refused and self._use_room(limit, would_do)) or needed <= limit:
+            if needed > limit and self._use_room(limit, would_do):
+                return
+        if needed <= limit:
             return
         reason = memory_limits.exceeded(limit, would_do, self._limit_given)
         if self._options.strict:
