@@ -304,8 +304,8 @@ class Specialization:
     def _keep_memory(self, limit: int) -> None:
         """Leaves the step alone if it needs more than `limit` bytes, arguments included, by the compiler's count.
 
-        The scheduling pass has counted live ranges, and either kept to the limit or refused. If it refused, and no limit
-        was given, the step may use the room of the GPUs. But the compiler's allocation also has gaps between buffers.
+        The scheduling pass has counted live ranges, and either kept to the limit or refused. If it refused, and no
+        limit was given, the step may use the GPUs' room. But the compiler's allocation also has gaps between buffers.
         If the step needs too much, the plain step is compiled, because its memory by the compiler's count may raise the
         limit. Then the step is compiled once more, with a limit that is reduced by the gaps.
         """
