@@ -1,9 +1,10 @@
 """Gathers a layer's parameters over data-parallel devices while the first forward pass of the layer before it runs.
 
 Before, with L stacked layers:                   After:
-    w = all-gather(p)                                next = all-gather(p[0])
-    for l in 0 ... L-1: x = layer(x, w[l])           for l in 0 ... L-2:
-    ... other readers of w                               w[l] = next; x = layer(x, next)
+    w = all-gather(p)                                w[0] = all-gather(p[0]); next = all-gather(p[1])
+    for l in 0 ... L-1: x = layer(x, w[l])           x = layer(x, w[0])
+    ... other readers of w                           for l in 1 ... L-2:
+                                                         w[l] = next; x = layer(x, next)
                                                          next = all-gather(p[l+1])
                                                      w[L-1] = next; x = layer(x, next)
                                                      ... other readers of w
@@ -14,13 +15,14 @@ Contract
               of them reads one slot in each iteration, in order, and each slot once. A loop over a single micro-batch
               is replaced by its body first.
     Makes     one all-gather for each slot, an iteration before it is read. The loop's last iteration moves behind the
-              loop. The loop writes the slots into a stack, which all later readers get.
+              loop, and the first one before it: its first products run while its later parameters are gathered. The
+              loop writes the slots into a stack, which all later readers get.
     Leaves    stacks with less than `least` bytes per layer; stacks whose first reader is another instruction; with a
               note, all stacks of a loop whose iterations are fewer than two.
 
 Why it is legal: an all-gather acts on each slot alone. The slot of each iteration follows from constants
 (`hlo/loops.py`), so all devices gather in the same order.
-Cost: L all-gathers instead of one, so the latency counts L times. The program contains the loop's body once more.
+Cost: L all-gathers instead of one, so the latency counts L times. The program contains the loop's body twice more.
 Memory does not grow: the stack takes the place of the gathered one. Gain: the first forward pass hides the all-gathers
 of all layers but one. AMSP section V-C hides its broadcasts in the same place.
 """
@@ -179,6 +181,9 @@ def _gather_in(loop: Instruction, gathers: list[_Gather], context: PassContext) 
     for changed in (computation, first.called[0], last.called[0]):
         changed.sort()
         drop_dead(changed)
+    if layers > 2:  # the first layer's products run while its later parameters are gathered
+        begin, first = split(first, 1, (f"{loop.name}.first", loop.name))
+        inline_single_trip(begin)
     moved = sum(shapes.byte_size(one.gather.shape) for one in gathers)
     context.note("parameters gathered layer by layer", first, stacks=len(gathers), bytes=moved)
     return True
