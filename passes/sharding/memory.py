@@ -28,8 +28,8 @@ w are the bytes of the type in which gathered parameters compute, M is the numbe
 
 Of a table whose rows are exchanged (`sizes.Module.exchanged`), only the rows of a group's tokens are gathered or
 unreduced. One strand is at the layers, at the embedding or at the head, so the largest of these counts. Two strands
-(M > 1) may be at all of them. The gradients of a single strand take the place of the matrix that was transposed. A plain
-step with several micro-batches, without strands, keeps w Phi / |s_g| more: the gradients of one micro-batch.
+(M > 1) may be at all of them. The gradients of a single strand take the place of the matrix that was transposed. A
+plain step with several micro-batches, without strands, keeps w Phi / |s_g| more: the gradients of one micro-batch.
 """
 
 from __future__ import annotations
