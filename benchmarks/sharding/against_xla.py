@@ -66,7 +66,7 @@ def candidate_of(case: Case) -> Candidate:
     """The planner's candidate of a case. Its times do not matter here."""
     config = preset(case.model, seq=SEQUENCE)
     job = Job(
-        model_sizes(case.model, config, SEQUENCE),
+        model_sizes(case.model, config, SEQUENCE, case.sharding == "auto"),
         Batch(1, SEQUENCE, case.microbatches),
         Compute(1e15, 1e12),
         SINGLE if case.sharding == "shard_map" and case.strategy in ("dp", "zero1") else BF16_SUMS,

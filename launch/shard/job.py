@@ -20,7 +20,7 @@ from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, Link
 from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.groups import ParameterGroup
 from dhelix.passes.sharding.overlap import Overlap
-from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, TRAINERS, Batch, Matrix, ModelSizes, Module
+from dhelix.passes.sharding.sizes import BF16_SUMS, OPS_PER_PARAMETER, TRAINERS, Batch, Matrix, ModelSizes, Module
 from dhelix.passes.sharding.step_times import Compute, Job
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles.estimates.estimator import hardware_of
@@ -91,7 +91,7 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     bandwidths = {f"{name}_bandwidth": _GB * chosen[f"{name}_bandwidth"] for name in ("intra", "inter")
                   if chosen[f"{name}_bandwidth"]}  # fmt: skip
     hardware = dataclasses.replace(hardware, gpus_per_node=mesh.gpus, **bandwidths)
-    sizes = model_sizes(chosen["model"], config, seq)
+    sizes = model_sizes(chosen["model"], config, seq, TRAINERS[chosen["bytes"]] == BF16_SUMS)
     job = Job(
         sizes,
         Batch(chosen["batch"] or 1, seq, chosen["microbatches"] or 1, chosen["recompute"]),
@@ -112,14 +112,19 @@ def task_of(chosen: Mapping[str, Any]) -> Task:
     )  # fmt: skip
 
 
-def model_sizes(name: str, config: DecoderConfig, seq: int) -> ModelSizes:
-    """The sizes of a model, from the counts of its configuration. Equal layers differ in nothing but their number."""
+def model_sizes(name: str, config: DecoderConfig, seq: int, automatic: bool = False) -> ModelSizes:
+    """The sizes of a model, from the counts of its configuration. Equal layers differ in nothing but their number.
+
+    Args:
+      automatic: whether XLA's partitioner makes the collectives. It may exchange rows of the embedding.
+    """
     one, two = (dataclasses.replace(config, layers=count).parameter_count for count in (1, 2))
     layer, outside = two - one, 2 * one - two
     attention = min(config.hidden * config.head_dim * 2 * (config.heads + config.kv_heads), layer)
     idle = (config.parameter_count - config.active_parameter_count) // config.layers  # experts that a token skips
     scores = 2 * OPS_PER_PARAMETER * config.heads * config.head_dim * seq
     table = config.vocab * config.hidden
+    rows = config.vocab if automatic and not config.tie_embeddings else 0
     return ModelSizes(
         name,
         config.layers,
@@ -127,7 +132,7 @@ def model_sizes(name: str, config: DecoderConfig, seq: int) -> ModelSizes:
             Module("attention", attention, OPS_PER_PARAMETER * attention + scores),
             Module("feed-forward", layer - attention, OPS_PER_PARAMETER * (layer - attention - idle)),
         ),
-        (Module("embedding", table, 0.0), Module("head", outside - table, OPS_PER_PARAMETER * table)),
+        (Module("embedding", table, 0.0, rows), Module("head", outside - table, OPS_PER_PARAMETER * table)),
         config.hidden,
         config.vocab,
         config.kept_bytes,

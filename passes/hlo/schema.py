@@ -126,6 +126,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("channel_id", 26, "int64"),
         ("custom_call_target", 28, "string"),
         ("dot_dimension_numbers", 30, "DotDimensionNumbers"),
+        ("gather_slice_sizes", 34, "int64*"),
         ("id", 35, "int64"),
         ("operand_ids", 36, "int64*"),
         ("control_predecessor_ids", 37, "int64*"),

@@ -26,16 +26,17 @@ w are the bytes of the type in which gathered parameters compute, M is the numbe
                gathered     w Phi outside of layers  if |s_p| > 1
                unreduced    w Phi outside of layers  if |s_g| > 1
 
-One strand is at the layers, at the embedding or at the head, so the largest of these counts. Two strands (M > 1) may be
-at all of them. The gradients of a single strand take the place of the matrix that was transposed. A plain step with
-several micro-batches, without strands, keeps w Phi / |s_g| more: the gradients of one micro-batch.
+Of a table whose rows are exchanged (`sizes.Module.exchanged`), only the rows of a group's tokens are gathered or
+unreduced. One strand is at the layers, at the embedding or at the head, so the largest of these counts. Two strands
+(M > 1) may be at all of them. The gradients of a single strand take the place of the matrix that was transposed. A
+plain step with several micro-batches, without strands, keeps w Phi / |s_g| more: the gradients of one micro-batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from dhelix.passes.sharding.factors import Factors
+from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.sizes import Batch, ModelSizes, StateBytes
 
 KEPT, INPUT = 34.0, 2.0
@@ -161,8 +162,11 @@ def _passing(
     read = width if factors.parameters.size > 1 else 0.0
     written = width if kept.gradient else 0.0
     scattered, one_strand = factors.gradients.size > 1, factors.mesh.size > 1 and strands == 1
-    outside = [module.parameters for module in sizes.outside]
-    ends = sum(outside) if strands > 1 else max(outside, default=0)
+
+    def ends(group: Factor) -> int:
+        moved = [module.exchanged(group.size, batch.tokens) or module.parameters for module in sizes.outside]
+        return sum(moved) if strands > 1 else max(moved, default=0)
+
     return (
         Memory(
             activations=activations * (2 if batch.recompute else 1),
@@ -170,8 +174,8 @@ def _passing(
             unreduced=written * sizes.layer_parameters if scattered or one_strand else 0.0,
         ),
         Memory(
-            gathered=read * ends,
-            unreduced=written * ends if scattered else 0.0,
+            gathered=read * ends(factors.parameters),
+            unreduced=written * ends(factors.gradients) if scattered else 0.0,
             logits=width * batch.tokens * sizes.vocabulary,
         ),
     )

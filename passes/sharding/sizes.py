@@ -28,11 +28,31 @@ class Module:
       name: readable name, such as `attention`.
       parameters: number of parameters.
       flops: floating-point operations of the forward pass for each token. Backward takes twice as many.
+      rows: rows of a table from which each token reads one, if nothing else reads it and devices may exchange rows, as
+        XLA does under automatic sharding; else 0.
     """
 
     name: str
     parameters: int
     flops: float
+    rows: int = 0
+
+    def exchanged(self, group: int, tokens: int) -> int:
+        """Parameters in the rows that a group of devices exchanges in a micro-batch, instead of the whole table.
+
+        XLA exchanges rows if they are fewer than those of the table, and if the table divides.
+
+        Args:
+          group: number of devices that split the table.
+          tokens: tokens of a micro-batch on one device.
+
+        Returns:
+          The elements of all rows of the group; 0 if the group moves the module itself.
+        """
+        read = group * tokens
+        if group == 1 or read >= self.rows or self.rows % group:
+            return 0
+        return self.parameters // self.rows * read
 
 
 @dataclass(frozen=True)

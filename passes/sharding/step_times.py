@@ -17,8 +17,14 @@ If tensors are split inside, a device needs only its pieces of a reduced gradien
     T_os0  n * (t(RS, b, s_os / s_p) + t(AR, b |s_p| / |s_os|, s_dp / s_os))                   b: bytes of a bucket
     T_g    (M - 1) * n * t(RS, b, s_g / s_p)
 
-Modules outside of layers stay gathered until their backward, and two strands without a loop gather them once. So T_p
-has one gather of them for each micro-batch, and one in all if M <= 2.
+Under automatic sharding, XLA exchanges rows of a table that is only looked up (`Module.exchanged`). b are the bytes of
+the rows of all tokens of a group. For this table, a micro-batch has
+
+    T_p    t(RS, b, s_p) instead of the gather, and t(AG, b, s_p) instead of the reduce-scatter
+    T_os0  t(AG, b, s_os) instead of the reduce-scatter, if |s_p| = 1, and M = 1 or s_g = s_os; T_g alike
+
+Other modules outside of layers stay gathered until their backward, and two strands without a loop gather them once. So
+T_p has one gather of them for each micro-batch, and one in all if M <= 2.
 
 Corrections: the sum goes from 1 to K and includes modules outside of layers. Both printed factors s_p1 / s_p1 are
 s_dp1 / s_p1 and s_os1 / s_p1. A device holds Phi / |s_p| gradients, so the number of buckets is divided by |s_p|. Here
@@ -50,6 +56,9 @@ from dhelix.passes.sharding.sizes import MIXED, Batch, ModelSizes, Module, State
 
 SPLITS = ("between", "inside")
 """How optimizer states are split over a group: whole tensors for each owner, or an even piece of each tensor."""
+
+_OF_ROWS = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
+"""What moves the rows of a table instead: each device looks up its own, and adds up the gradients of its own."""
 
 PARTS = ("forward gather", "backward gather", "reduce-scatter", "all-reduce", "broadcast", "accumulation")
 """Names of the parts of the communication. The first three are T_p, then T_os0, T_os1 and T_g."""
@@ -242,10 +251,35 @@ class _Step:
         Args:
           outside: how often a step runs the collectives of modules outside of layers.
         """
+
         sizes, m = self.job.sizes, self.job.batch.microbatches
+
+        def end(module: Module) -> float:
+            if moved and outside and self._exchanged(module, group):
+                return self._rows(_OF_ROWS[op], [module], group, m)
+            return outside / m * self._read(op, moved * module.parameters, group, count=outside)
+
         inside = [self._read(op, moved * module.parameters, group, count=m * sizes.layers) for module in sizes.modules]
-        ends = [self._read(op, moved * module.parameters, group, count=outside) for module in sizes.outside]
-        return inside, [outside / m * seconds for seconds in ends]
+        return inside, [end(module) for module in sizes.outside]
+
+    def _exchanged(self, module: Module, group: Factor) -> int:
+        """`Module.exchanged`, where the program does so."""
+        return module.exchanged(group.size, self.job.batch.tokens) if self.job.split == "inside" else 0
+
+    def _rows(self, op: str, modules: Sequence[Module], group: Factor, count: int) -> float:
+        """The time of the collectives of the rows of `modules`, in the type of the computation."""
+        width = self.job.kept.moved_parameter
+        return sum(self._read(op, width * self._exchanged(module, group), group, count=count) for module in modules)
+
+    def _reduced_by_rows(self, shards: Factor) -> list[Module]:
+        """The modules of whose gradients each micro-batch gathers rows over `shards`.
+
+        A sum of several micro-batches is reduced whole.
+        """
+        factors, sums = self.factors, self.job.batch.microbatches > 1
+        if factors.parameters.size > 1 or (sums and factors.gradients != factors.optimizer):
+            return []
+        return [module for module in self.job.sizes.outside if self._exchanged(module, shards)]
 
     def parameters(self) -> tuple[Part, Part, Part]:
         """T_p: gathers of forward and backward, and the reduce-scatter."""
@@ -294,7 +328,8 @@ class _Step:
         number, inner = max(math.ceil(gradients / self.job.bucket), 1), self.factors.parameters
         if self.job.split == "between":
             return number, self._read(ALL_REDUCE, gradients / number, group, inner, count * number)
-        scatter = self._read(REDUCE_SCATTER, gradients / number, shards, inner, count * number)
+        rows = self.job.kept.moved_gradient * sum(module.parameters for module in self._reduced_by_rows(shards))
+        scatter = self._read(REDUCE_SCATTER, (gradients - rows) / number, shards, inner, count * number)
         part = gradients / number / shards.size
         copies = self._read(ALL_REDUCE, part, group / shards, inner * shards, count * number)
         return number, scatter + copies
@@ -306,7 +341,9 @@ class _Step:
         backward, sizes = self.job.share * self.job.backward, self.job.sizes
         early = not sizes.layer_parameters and not sum(module.parameters for module in sizes.outside[:1])
         exposed = hiding.all_reduce(backward, number, one, self.overlap, group.nodes > 1, beside, early)
-        return Part(name, count * number * one, count * exposed)
+        looked_up = self._reduced_by_rows(shards) if number else []
+        rows = self._rows(ALL_GATHER, looked_up, shards, count)  # backward ends with them, so nothing hides them
+        return Part(name, count * (number * one + rows), count * (exposed + rows))
 
     def _same_links(self, group: Factor, busy: float) -> float:
         """`busy`, the seconds of gathers or reduce-scatters, if they use the links of `group`, and else 0."""

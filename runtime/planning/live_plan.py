@@ -214,14 +214,13 @@ def at_hand(
     """What the planner needs to know. The plain step is compiled.
 
     Args:
-      batch: what a GPU computes, with its micro-batches; None: `microbatches`, of one token each.
+      batch: what a GPU computes, with its micro-batches; None: `microbatches`, of as many tokens as it looks up.
       name: name of the model; None: that of the step.
       target: the GPUs and the source of costs; None: those of the step's devices and of `profile`.
       groups: keys of groups of parameters.
       others: as in `plan_sharding`, which also says what is raised.
     """
     of_step = step.options.microbatches if isinstance(step, InterleavedStep) else None
-    batch = batch or Batch(1, 1, microbatches or of_step or 1)
     name = name or str(getattr(step, "__name__", "step"))
     mesh = mesh_of_arguments(args)
     whole = StatePlan("dp", axes)
@@ -236,6 +235,9 @@ def at_hand(
     attached = deviceless.are_attached(jax_compat.devices(lowered))
     compiled = lowered.compile() if attached else tuned.compile(lowered)
     module = lowering.compiled_module(compiled)
+    if batch is None:
+        count = microbatches or of_step or 1
+        batch = Batch(1, max(found.rows // count, 1), count)
     found = found.summed(summed_bytes(module, mesh, axes, found.gradient))
     parts = step_parts(module, target.costs())
     need = memory_need.of_compiled(compiled).total

@@ -8,7 +8,7 @@
 The program says which arguments are parameters and which are optimizer states (`find_states`). Layers are arrays whose
 paths differ in a number alone, or else stacks: arrays with a leading dimension of layers. Compute of a part
 of the model is assumed to be proportional to its parameters. A table as large as the head, such as an embedding, is
-assumed to compute nothing.
+assumed to compute nothing. A table that the program only looks up may exchange rows (`Module.exchanged`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.groups import OTHERS
 from dhelix.passes.sharding.sizes import OPS_PER_PARAMETER, ModelSizes, Module, StateBytes
+from dhelix.passes.sharding.states.look_ups import rows_read
 from dhelix.passes.sharding.states.updates import find_states
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.sharding.parameter_groups import group_numbers, paths_of
@@ -50,6 +51,7 @@ class StepSizes:
       split: whether data-parallel axes split some states already.
       trained: the share of parameters that have gradients. Bytes of gradients per parameter count the others, too.
       parts: sizes and bytes of each group, the others last; empty without groups.
+      rows: rows of the largest table that a device looks up in a step; 0 if the table is read otherwise.
     """
 
     sizes: ModelSizes
@@ -58,6 +60,7 @@ class StepSizes:
     split: bool
     trained: float = 1.0
     parts: tuple[tuple[ModelSizes, StateBytes], ...] = ()
+    rows: int = 0
 
     @classmethod
     def of(
@@ -75,7 +78,8 @@ class StepSizes:
           ShardingError: the step has no new state among its results, or optimizer states without parameters, or a key
             matches no parameter.
         """
-        found = find_states(HloModule.from_bytes(lowering.hlo_bytes(lowered)))
+        module = HloModule.from_bytes(lowering.hlo_bytes(lowered))
+        found = find_states(module)
         kept = jax_compat.kept_arguments(lowered)
         leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
         parameters, others = ([kept[n] for n in numbers] for numbers in (found.parameters, found.optimizer))
@@ -90,7 +94,8 @@ class StepSizes:
             return StateBytes(size, gradient, held, moved, gradient, copied=moved < size), trained
 
         states, trained = of_states(parameters, others)
-        layout = _Layout.of([leaves[n] for n in parameters], stacks(tuple(args)), axes)
+        looked_up = {leaves[kept[n]][0]: rows for n, rows in rows_read(module).items() if n in found.parameters}
+        layout = _Layout.of([leaves[n] for n in parameters], stacks(tuple(args)), axes, looked_up)
         parts = []
         for key, ours in _in_groups(keys, args, (parameters, others)):
             if not ours[0]:
@@ -100,7 +105,8 @@ class StepSizes:
             parts.append((layout.sizes(key, {leaves[n][0] for n in ours[0]}), of_states(*ours)[0]))
         every = frozenset((*parameters, *others))
         split = any(_parts(leaves[n][1], axes, True) > 1 for n in every)
-        return cls(layout.sizes(name), states, every, split, trained, tuple(parts))
+        rows = looked_up.get(layout.largest, 0) // math.prod(mesh_of_arguments(args).shape[axis] for axis in axes)
+        return cls(layout.sizes(name), states, every, split, trained, tuple(parts), rows)
 
     def summed(self, width: float) -> StepSizes:
         """The same, if devices sum gradients in a type of `width` bytes."""
@@ -167,16 +173,24 @@ class _Layout:
       layers: number of layers.
       inside: the paths of what is in layers.
       largest: the path of the largest array outside of layers; None if all parameters are in layers.
+      rows: rows of this array, if it is only looked up, and split over data-parallel axes alone; else 0.
     """
 
     elements: dict[Any, int]
     layers: int
     inside: frozenset[Any]
     largest: Any
+    rows: int = 0
 
     @classmethod
-    def of(cls, parameters: Sequence[tuple[Any, Any]], stacked: Collection[Any], axes: Axes) -> _Layout:
-        """The layout of parameters, which are paths with arrays."""
+    def of(
+        cls,
+        parameters: Sequence[tuple[Any, Any]],
+        stacked: Collection[Any],
+        axes: Axes,
+        looked_up: Collection[Any] = (),
+    ) -> _Layout:
+        """The layout of parameters, which are paths with arrays. Those in `looked_up` are only looked up."""
         alike = Counter(_without_numbers(path) for path, _ in parameters)
         layers_of = {path: alike[_without_numbers(path)] for path, _ in parameters if alike[_without_numbers(path)] > 1}
         for path, leaf in parameters:
@@ -188,8 +202,11 @@ class _Layout:
             weights[count] += elements[path]
         layers = max(weights, key=lambda count: weights[count], default=1)
         inside = frozenset(path for path, count in layers_of.items() if count == layers) or frozenset(elements)
-        largest = max((path for path in elements if path not in inside), key=elements.__getitem__, default=None)
-        return cls(elements, layers, inside, largest)
+        outside = [path for path in elements if path not in inside]
+        largest = max(outside, key=lambda path: (elements[path], path in looked_up), default=None)
+        tables = {path: leaf for path, leaf in parameters if path in looked_up and _parts(leaf, axes, False) == 1}
+        rows = np.shape(tables[largest])[0] if largest in tables else 0
+        return cls(elements, layers, inside, largest, rows)
 
     def sizes(self, name: str, group: Collection[Any] | None = None) -> ModelSizes:
         """The sizes of the model: layers, the largest array outside of them, and the rest.
@@ -199,7 +216,8 @@ class _Layout:
         """
         inside, first, rest = self._counts(self.elements)
         layer = Module("layer", inside, OPS_PER_PARAMETER * inside)
-        table = Module("largest array outside", first, 0.0 if 2 * rest > first else OPS_PER_PARAMETER * first)
+        flops = 0.0 if 2 * rest > first else OPS_PER_PARAMETER * first
+        table = Module("largest array outside", first, flops, self.rows)
         ends = (table, Module("others outside", rest, OPS_PER_PARAMETER * rest)) if self.largest is not None else ()
         found = ModelSizes(name, self.layers, (layer,), ends, hidden=1)
         if group is None:

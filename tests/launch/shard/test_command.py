@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -267,3 +268,16 @@ def test_a_plan_for_the_step_of_train(shard: Shard, tmp_path: Path) -> None:
     options = trainer.Options("llama-demo", 2, 128, mesh="dp=4,tp=2", step=StepOptions(plan=plan))
     training, _ = trainer.make_training(options, trainer.configuration(options), jax.devices("cpu"))
     assert isinstance(training, ShardedTraining) and training.states == sharding_plan(plan)
+
+
+def test_automatic_sharding_may_exchange_rows_of_the_embedding() -> None:
+    """Two GPUs read 1024 of 128256 rows. So little is sent that the embedding stays split."""
+    few = ("--model=llama-8b", "--layers=4", "--gpus_per_node=2", "--seq=512", "--groups=embedding")
+    views = (view_of(flag_values(*few, f"--bytes={kind}")) for kind in ("single", "bf16-sums"))
+    by_hand, automatic = (view.groups.of_group["embedding"] for view in views if view.groups)
+    assert by_hand.factors.parameters == Factor(1) and automatic.factors.parameters == Factor(2)
+    assert automatic.times.total < 0.05 * by_hand.times.total
+    config = PRESETS["llama-8b"]
+    for tied, rows in ((False, config.vocab), (True, 0)):
+        sizes = model_sizes("mine", dataclasses.replace(config, tie_embeddings=tied), 512, automatic=True)
+        assert [module.rows for module in sizes.outside] == [rows, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dhelix.passes.sharding.collective_times import Links, LinkTimes
 from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.sizes import MIXED, Batch, ModelSizes, StateBytes, decoder
@@ -35,3 +37,9 @@ def job(sizes: ModelSizes = LLAMA_7B, batch: Batch | None = None, kept: StateByt
 
 def factors(mesh: tuple[int, int], p: tuple[int, int], g: tuple[int, int], o: tuple[int, int]) -> Factors:
     return Factors(Factor(*mesh), Factor(*p), Factor(*g), Factor(*o))
+
+
+def with_rows(sizes: ModelSizes, rows: int = 32_000) -> ModelSizes:
+    """The model under automatic sharding, where XLA may exchange rows of the embedding."""
+    embedding, *others = sizes.outside
+    return replace(sizes, outside=(replace(embedding, rows=rows), *others))

@@ -12,7 +12,7 @@ from dhelix.passes.sharding.groups import OTHERS, ParameterGroup, held, part_of,
 from dhelix.passes.sharding.planner import TIE, evaluate
 from dhelix.passes.sharding.sizes import FROZEN, MIXED, SINGLE, Batch
 from dhelix.passes.sharding.step_times import Job
-from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, job, llama
+from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, job, llama, with_rows
 
 MESH = Factor(4, 4)
 GROUPS = [
@@ -112,3 +112,15 @@ def test_frozen_shards_are_gathered_once_in_a_step() -> None:
     found = {name: evaluate(frozen.job, Factors.named(name, MESH), TIMES) for name in ("dp", "zero1", "zero3")}
     assert not found["dp"].times.total and 0 < found["zero1"].times.total < found["zero3"].times.total
     assert found["zero3"].memory.states < found["dp"].memory.states
+
+
+def test_an_embedding_stays_split_where_its_rows_are_few() -> None:
+    for sizes, split in ((LLAMA_7B, 1), (with_rows(LLAMA_7B), 2)):
+        whole = job(sizes, Batch(length=512), SINGLE, split="inside")
+        (table, head), layers = sizes.outside, [module.parameters for module in sizes.modules]
+        groups = [
+            part_of(whole, sizes.only("embedding", [0, 0], [table.parameters, 0]), Factor(2)),
+            part_of(whole, sizes.only(OTHERS, layers, [0, head.parameters]), Factor(2)),
+        ]
+        chosen = solve(groups, TIMES, 200e9)
+        assert [chosen[name].factors.parameters.size for name in ("embedding", OTHERS)] == [split, 1]

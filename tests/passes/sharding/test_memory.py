@@ -12,7 +12,7 @@ import pytest
 from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.memory import Memory, activation_bytes, memory
 from dhelix.passes.sharding.sizes import BF16_SUMS, FROZEN, MIXED, SINGLE, Batch, Matrix
-from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, factors, llama
+from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, factors, llama, with_rows
 
 PHI = LLAMA_7B.parameters
 
@@ -104,3 +104,11 @@ def test_one_strand_is_at_the_layers_or_at_the_head() -> None:
 def test_frozen_parameters_have_no_gradients() -> None:
     found = inside("zero3", 2, kept=FROZEN)
     assert found.gradients == found.unreduced == found.optimizer == 0
+
+
+def test_rows_take_the_place_of_a_gathered_table() -> None:
+    batch, two = Batch(length=512, microbatches=2), Factors.named("zero3", Factor(2))
+    table, rows = (memory(one, two, SINGLE, batch, 256e6, "inside") for one in (KNOWN, with_rows(KNOWN)))
+    saved = 2 * (32_000 - 2 * 512) * 4096
+    assert table.gathered - rows.gathered == table.unreduced - rows.unreduced == saved
+    assert replace(rows, gathered=0, unreduced=0) == replace(table, gathered=0, unreduced=0)

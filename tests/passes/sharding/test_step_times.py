@@ -11,9 +11,9 @@ from dhelix.passes.sharding import overlap as hiding
 from dhelix.passes.sharding.collective_times import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.overlap import DEEPSPEED, NOTHING, Overlap
-from dhelix.passes.sharding.sizes import FROZEN, Batch
+from dhelix.passes.sharding.sizes import FROZEN, Batch, ModelSizes
 from dhelix.passes.sharding.step_times import PARTS, Job, StepTimes
-from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, factors, job
+from dhelix.tests.passes.sharding.models import LLAMA_7B, TIMES, factors, job, with_rows
 
 MESH = (8, 4)
 PHI = LLAMA_7B.parameters
@@ -159,3 +159,54 @@ def test_unknown_names_are_refused() -> None:
         Overlap.only("gathers")
     with pytest.raises(ShardingError, match="split 'both' is unknown"):
         job(split="both")
+
+
+# ---- rows of a table that is only looked up
+
+TABLE, ROW = 2 * 32_000 * 4096, 2 * 4096  # bytes in bfloat16
+FEW = Batch(length=512)  # 2 devices read 1024 of 32000 rows
+
+
+def more_moved(strategy: str, batch: Batch, count: int = 2, sizes: ModelSizes = LLAMA_7B, split: str = "inside"):
+    """By how many bytes the collectives of each kind change where rows may be exchanged."""
+    before, after = (
+        times(Factors.named(strategy, Factor(count)), job(one, batch, split=split)).moved
+        for one in (sizes, with_rows(sizes))
+    )
+    return {op: after[op] - before[op] for op in before if after[op] != before[op]}
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_a_split_table_exchanges_rows_in_each_micro_batch(m: int) -> None:
+    """As steps do that XLA compiles for two H200s (Llama-8B shapes, vocabulary 32000)."""
+    batch, rows = replace(FEW, microbatches=m), 2 * 512 * ROW
+    forward = 1 if m < 3 else m  # strands gather once
+    assert more_moved("zero3", batch) == {
+        ALL_GATHER: m * rows - forward * TABLE,  # rows of gradients
+        REDUCE_SCATTER: m * rows - m * TABLE,  # rows of the table
+    }
+
+
+def test_gradients_of_a_micro_batch_are_gathered_by_rows_where_they_are_reduced_to_shards() -> None:
+    rows = 2 * 512 * ROW
+    assert more_moved("zero1", FEW) == {ALL_GATHER: rows, REDUCE_SCATTER: -TABLE}
+    assert more_moved("zero1", replace(FEW, microbatches=4)) == {}, "the sum of micro-batches has all rows"
+    assert more_moved("zero2", replace(FEW, microbatches=4)) == {ALL_GATHER: 4 * rows, REDUCE_SCATTER: -4 * TABLE}
+    assert more_moved("dp", FEW) == {}
+
+
+def test_a_table_is_gathered_if_its_rows_are_fewer_or_do_not_divide() -> None:
+    long = Batch(length=4096)
+    assert more_moved("zero3", long, 4) and not more_moved("zero3", long, 8), "32768 tokens read more than all rows"
+    assert not more_moved("zero3", FEW, 3)
+    assert not more_moved("zero3", FEW, split="between"), "the paper's formulas have no rows"
+
+
+def test_rows_are_exposed_where_backward_ends() -> None:
+    sizes = with_rows(LLAMA_7B).only("embedding", [0, 0], [32_000 * 4096, 0])
+    alone = job(sizes, FEW, split="inside")
+    gathered = TIMES.seconds(ALL_GATHER, 2 * 512 * ROW, Factor(2), Factor(2))
+    hidden = Overlap(within=(1.0, 1.0), between=(1.0, 1.0))
+    for strategy, part in (("zero1", "all-reduce"), ("zero3", "reduce-scatter")):
+        found = times(Factors.named(strategy, Factor(2)), alone, hidden).parts[PARTS.index(part)]
+        assert found.exposed == found.total == pytest.approx(gathered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dhelix
+from dhelix.benchmarks.sharding.compiled import collective_bytes
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.sharding.factors import Factor, ShardingError
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
 from dhelix.passes.sharding.overlap import NOTHING, Overlap
+from dhelix.passes.sharding.planner import evaluate
 from dhelix.passes.sharding.states.updates import find_states
 from dhelix.runtime.compiler import lowering, memory_need, tuned
 from dhelix.runtime.pipeline.fold import Fold
@@ -285,3 +288,44 @@ def test_steps_that_cannot_be_planned() -> None:
             dhelix.plan_sharding(made, *args)
     with pytest.raises(ShardingError, match="the mesh has no axis 'data'"):
         dhelix.plan_sharding(step, state, words, axes="data")
+
+
+def test_a_table_that_is_only_looked_up_may_exchange_rows() -> None:
+    """`arguments` has 64 sequences of 8 words on 4 data-parallel devices."""
+    found = sizes(optax.adamw(1e-3))
+    assert found.rows == ROWS * 8 // 4
+    assert [(module.parameters, module.rows) for module in found.sizes.outside] == [
+        (WORDS * WIDTH, WORDS),
+        (WORDS * WIDTH, 0),
+    ]
+    assert not any(module.rows for module in sizes(optax.adamw(1e-3), spec=P("tp")).sizes.outside), "split otherwise"
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_bytes_of_a_split_table_are_those_of_the_compiler(microbatches: int) -> None:
+    """Two devices read 256 or 128 of 512 rows in a micro-batch, so XLA exchanges rows."""
+    optimizer, on = optax.adamw(1e-3), dhelix.deviceless.mesh({"dp": 2})
+    state, words = arguments(optimizer, on)
+    words = jax.ShapeDtypeStruct((32, 8), jnp.int32, sharding=words.sharding)
+    step = strand_interleave(step_of(optimizer), microbatches=microbatches, donate_argnums=0)
+    here = dhelix.plan_sharding(step, state, words, groups="table", profile=None).at_hand
+    assert here.job.batch.tokens == 32 * 8 // 2 // microbatches
+    expected = Counter[str]()
+    for group, strategy in zip(here.groups, ("zero3", "zero1"), strict=True):
+        expected.update(evaluate(group.job, Factors.named(strategy, here.mesh), here.times).times.moved)
+    plan = dhelix.sharding_plan("zero1", groups={"table": "zero3"})
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        state_shardings(state, plan),
+    )
+    schedule = "dp" if microbatches > 1 else "intra_batch"
+    step = strand_interleave(
+        step_of(optimizer), microbatches=microbatches, donate_argnums=0, sharding=plan, schedule=schedule
+    )
+    compiled = tuned.compile(step.lower(placed, words))
+    found = collective_bytes(HloModule.from_text(compiled.as_text() or ""))
+    indices = 4 * 32 * 8  # bytes, which devices gather in forward, and perhaps again in backward
+    assert 0 <= found["all-gather"] - expected["all-gather"] <= 2 * indices
+    assert found["reduce-scatter"] + found.get("all-reduce", 0) == expected["reduce-scatter"]
