@@ -21,7 +21,7 @@ class Case:
 
     Attributes:
       name: name for the command line and the tables.
-      trainer: the package, whose version is recorded; "" for a program of this folder.
+      trainer: the package, whose version is recorded; "" for a program of this folder without one.
       mesh: the mesh, for people.
       environment: name of the virtual environment; its pins are in `<environment>.txt`.
       arguments: what follows `python`, for a folder of the run.
@@ -155,15 +155,24 @@ def _levanter(name: str, mesh: str, model: str, axes: str, rows: int, more: str 
     return Case(name, "marin-levanter", mesh, "levanter", arguments, losses, '"train/loss"', offline)
 
 
-def _own(name: str, mesh: str, environment: str, script: str) -> Case:
+def _own(name: str, mesh: str, environment: str, script: str, *words: str, trainer: str = "") -> Case:
     return Case(
         name,
-        "",
+        trainer,
         mesh,
         environment,
-        lambda folder: [str(HERE / script)],
+        lambda folder: [str(HERE / script), *words],
         lambda folder, text: tuple(float(found) for found in re.findall(r"^loss (\S+)$", text, re.MULTILINE)),
         "^loss ",
+    )
+
+
+def _accumulating(name: str, mesh: str, trainer: str) -> tuple[Case, Case]:
+    """A trainer that accumulates across calls: with a step of one's own that loops, and as it is."""
+    script = f"{name}_program.py"
+    return (
+        _own(name, mesh, name, script, trainer=trainer),
+        _own(f"{name}-across-calls", mesh, name, script, "across-calls", trainer=trainer),
     )
 
 
@@ -194,4 +203,6 @@ CASES = (
     ),
     _own("nnx", "FSDP 8", "maxtext", "nnx_program.py"),
     _own("equinox", "DP 2 x TP 4", "levanter", "equinox_program.py"),
+    *_accumulating("keras", "DP 8", "keras"),
+    *_accumulating("tunix", "FSDP 8", "google-tunix"),
 )

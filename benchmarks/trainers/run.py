@@ -4,9 +4,9 @@
     python benchmarks/trainers/run.py --environments DIR --cases maxtext,levanter-gpt2
     python benchmarks/trainers/run.py --list
 
-Nothing of a trainer is changed. DIR gets a virtual environment for MaxText and one for Levanter, with pinned versions
-(2 GB each), and a folder for each run. They need no GPU, and Python 3.12 or newer. dhelix comes from this repository,
-by PYTHONPATH.
+Nothing of a trainer is changed. DIR gets virtual environments for MaxText and Levanter (2 GB each), Keras and Tunix
+(less than 1 GB each), with pinned versions, and a folder for each run. They need no GPU, and Python 3.12 or newer.
+dhelix comes from this repository, by PYTHONPATH.
 
 Losses are compared in all digits of a float32. If some differ, the result says how far. Then both programs also run
 without the passes of XLA that round differently in different programs: the algebraic simplifier (it writes a * x / y as
@@ -51,7 +51,7 @@ def main() -> None:
     if unknown := [name for name in names if name not in known]:
         made.error(f"no case {unknown[0]!r}; the cases are {', '.join(known)}")
     if arguments.environments is None:
-        made.error("give --environments, a folder with room for 4 GB")
+        made.error("give --environments, a folder with room for 6 GB")
     top = arguments.environments.resolve()
     results: dict[str, Result] = {}
     if arguments.out and arguments.out.exists():

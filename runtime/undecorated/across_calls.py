@@ -2,35 +2,49 @@
 
 A step interleaves micro-batches that one call holds. Some trainers call the step once for each micro-batch, and keep
 the sum of gradients in the optimizer's state. Then no program holds two micro-batches.
+
+    explained("[...] does not take gradients in a loop over micro-batches: give microbatches= [...]", program)
+    # "[...] does not take gradients in a loop over micro-batches: Keras: leave gradient_accumulation_steps out, [...]"
+
+JAX writes the files and functions of Python that made an operation into a program. So the program itself says whose
+step it is. What else the process has imported does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-_MULTI_STEPS = b"mini_step"
-"""The name of a field of optax.MultiSteps' state, which is in a program's names of arguments."""
+_NO_LOOP = "does not take gradients in a loop over micro-batches"
+_MULTI_STEPS = (b"MultiSteps.", b"mini_step")
+"""Methods of optax.MultiSteps, and a field of its state. A Flax NNX optimizer shows only methods."""
 
 _TRAINERS = (
-    ("MaxText", ("MaxText", "maxtext"), "set gradient_accumulation_steps to 2 or more: MaxText then loops in its step"),
-    ("Levanter", ("levanter",), "set trainer.per_device_parallelism below the batch of a device: it then loops in its "
+    ("MaxText", (b"maxtext/", b"MaxText/"), "set gradient_accumulation_steps to 2 or more: MaxText then loops in its "
      "step"),
-    ("Tunix", ("tunix",), "it accumulates across calls; leave gradient_accumulation_steps out, and loop over "
-     "micro-batches in the step"),
-    ("Keras", ("keras",), "it accumulates across calls; leave gradient_accumulation_steps out, and loop over "
-     "micro-batches in an own train_step (lax.scan)"),
+    ("Levanter", (b"levanter/",), "set trainer.per_device_parallelism below the batch of a device: it then loops in "
+     "its step"),
+    ("Tunix", (b"tunix/sft/peft_trainer.py",), "leave gradient_accumulation_steps out, give train() whole batches, and "
+     "override create_train_step_fn with a loop over micro-batches, as docs/guide/run.md shows"),
+    ("Keras", (b"keras/src/backend/jax/trainer.py",), "leave gradient_accumulation_steps out, give fit() whole "
+     "batches, and override train_step with a loop over micro-batches, as docs/guide/run.md shows"),
 )  # fmt: skip
 _ANY = "give all micro-batches of an optimizer step to one call, and loop over them in it (lax.scan)"
 
 
-def advice(program: bytes, modules: Container[str]) -> str:
-    """One sentence on what to change, for a program with gradients but without a loop over micro-batches.
+def explained(why: str, program: bytes) -> str:
+    """Why a program is left alone, with advice for a step without a loop over micro-batches.
 
     Args:
-      program: the program's bytecode.
-      modules: the modules that the process has imported.
+      why: the reason of a pass, whose advice is for decorated steps.
+      program: the program's bytecode, with locations.
     """
-    trainer = next(((name, what) for name, packages, what in _TRAINERS if any(p in modules for p in packages)), None)
-    if trainer is not None:
-        return f"{trainer[0]}: {trainer[1]}"
-    return f"gradients are accumulated across calls by optax.MultiSteps: {_ANY}" if _MULTI_STEPS in program else _ANY
+    before, found, _ = why.partition(_NO_LOOP)
+    return f"{before}{found}: {_advice(program)}" if found else why
+
+
+def _advice(program: bytes) -> str:
+    """One sentence on what to change."""
+    for name, places, what in _TRAINERS:
+        if any(place in program for place in places):
+            return f"{name}: {what}"
+    if any(place in program for place in _MULTI_STEPS):
+        return f"optax.MultiSteps accumulates gradients across calls: leave it out, and {_ANY}"
+    return _ANY

@@ -104,8 +104,7 @@ class Catch:
             done = chosen.report()
         if compiled is None or done.left_alone:
             why = done.left_alone or next(iter(said), "no pass found anything to do")
-            more = (across_calls.advice(program, sys.modules),) if "loop over micro-batches" in why else ()
-            return None, (LEFT_ALONE, (" ".join([why, *more]),))
+            return None, (LEFT_ALONE, (across_calls.explained(why, program),))
         return (chosen.lowered, compiled), (CHANGED, tuple(headline.headline(done)))
 
 

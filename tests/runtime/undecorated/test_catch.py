@@ -108,7 +108,8 @@ def test_accumulation_across_calls_is_recognized(catching: Catching) -> None:
     assert trainers.across_calls() == plain
     (left, *_) = catch.seen
     assert left.outcome == LEFT_ALONE
-    assert "gradients are accumulated across calls by optax.MultiSteps: give all micro-batches of an" in left.why[0]
+    assert "optax.MultiSteps accumulates gradients across calls: leave it out, and give all" in left.why[0]
+    assert "microbatches=" not in left.why[0]  # which is advice for decorated steps
     assert "jit_step" in catch.report() and "left alone" in catch.report()
 
 
