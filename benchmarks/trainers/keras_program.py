@@ -13,7 +13,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 
 import jax
 import jax.numpy as jnp
-import keras
+import keras  # pyright: ignore[reportMissingImports]: it is in an environment of its own
 import numpy as np
 
 LAYERS, WIDTH, HEADS, SEQ, VOCAB, ROWS, MICROBATCHES, STEPS = 2, 64, 4, 64, 256, 32, 4, 10
@@ -64,7 +64,7 @@ class Print(keras.callbacks.Callback):
         self.model.reset_metrics()  # else Keras's loss is the mean of all steps so far
 
     def on_train_batch_end(self, batch, logs=None):
-        self.losses.append(np.float32(logs["loss"]))
+        self.losses.append(np.float32((logs or {})["loss"]))
         if len(self.losses) == self.calls:
             print(f"loss {float(np.mean(self.losses))!r}", flush=True)
             self.losses.clear()

@@ -14,8 +14,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType
-from tunix.sft.hooks import TrainingHooks
-from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+from tunix.sft.hooks import TrainingHooks  # pyright: ignore[reportMissingImports]: in an environment of its own
+from tunix.sft.peft_trainer import (  # pyright: ignore[reportMissingImports]
+    PeftTrainer,
+    TrainingConfig,
+    TrainingInput,
+)
 
 LAYERS, WIDTH, HEADS, SEQ, VOCAB, ROWS, MICROBATCHES, STEPS = 2, 64, 4, 64, 256, 32, 4, 10
 SPLIT = (None, "fsdp")

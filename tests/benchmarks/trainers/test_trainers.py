@@ -76,5 +76,7 @@ def test_runs_on_gpus_compare_with_the_best_plain_run_of_their_link() -> None:
     for run, middle in zip(every[-3:], (90.0, 120.0, 99.0), strict=True):
         run.steps_ms, run.losses = [middle - 1, middle, middle + 1], [6.0]
     every[0].failed = "exit status 1: no GPU"
-    text = on_gpus.markdown({"runs": [asdict(run) for run in (every[0], *every[-3:])]})
+    on = {"gpus": "2 x NVIDIA H200", "date": "2026-11-28", "jax": "0.11.2"}
+    shape = {"gpus": 2, "layers": 4, "seq": 4096, "batch": 4}
+    text = on_gpus.markdown({"on": on, **shape, "runs": [asdict(run) for run in (every[0], *every[-3:])]})
     assert "| 90.0 (89.0-91.0) | 1.100 |" in text and "no GPU" in text
