@@ -135,14 +135,13 @@ def solve(
     """
     check_names(group.name for group in groups)
     unlike = [pair for pair in combinations(groups, 2) if not _always_together(*pair)]
-    options = {
-        group.name: [evaluate(group.job, factors, times, overlap) for factors in group.every]
-        if any(
-            group in pair for pair in unlike
-        )  # what a smaller and faster choice beats may be what fits another group
-        else choices(group, times, overlap, objective)
-        for group in groups
-    }
+    tied = {group.name for pair in unlike for group in pair}
+    options = {}
+    for group in groups:
+        if group.name in tied:  # what a smaller and faster choice beats may be what fits another group
+            options[group.name] = [evaluate(group.job, factors, times, overlap) for factors in group.every]
+        else:
+            options[group.name] = choices(group, times, overlap, objective)
     least = sum(min(map(held, found)) for found in options.values()) + others
     if least > limit:
         raise ShardingError(
@@ -319,8 +318,6 @@ def plan_of(solved: Mapping[str, Candidate], others: str | None, axes: Axes = ()
 
 
 type _Numbers = Mapping[str, Sequence[int]]
-
-
 type _Choice = tuple[str, int]
 
 

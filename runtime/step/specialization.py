@@ -340,7 +340,8 @@ class Specialization:
 
     def _use_room(self, limit: int, would_do: int) -> bool:
         """Compiles the step again, with the GPUs' room as limit if that is enough. Returns whether it keeps to it."""
-        assert self._target is not None  # a limit in between would save memory that nobody needs, and cost speed
+        assert self._target is not None
+        # A limit between both would save memory that nobody needs, and may cost speed.
         room = -self._largest(-memory_need.room(self._target.hardware), "compare the GPUs' memory")
         if self._limit_given or room <= limit or room < would_do:
             return False
