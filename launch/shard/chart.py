@@ -41,7 +41,7 @@ def labels(view: ShardView) -> list[tuple[str, Candidate]]:
             points.setdefault(found.factors, ([], found))[0].append(name)
     named = [(", ".join(names), found) for names, found in points.values()]
     factors = ", ".join(str(factor) for _, factor in view.chosen.factors.states())
-    return [*named, (factors if view.groups is None else "groups of parameters", view.chosen)]
+    return [*named, ("groups of parameters" if view.groups and not view.groups.equal else factors, view.chosen)]
 
 
 def save(view: ShardView, path: str | Path, title: str) -> None:

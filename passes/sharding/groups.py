@@ -209,7 +209,7 @@ class PlannedGroups:
         if not self.alike.candidates:
             return f"no single factors for all groups fit into {in_words(limit)}"
         if self.equal:
-            return f"groups gain less than {TIE:.0%}: {one.factors} is as good for each of them"
+            return f"groups gain less than {TIE:.0%}, so all of them have the same factors"
         step = self.best.times.step
         seconds, size = one.times.step - step, one.memory.total - self.best.memory.total
         time = f"{abs(seconds) * 1e3:.3g} ms {'longer' if seconds >= 0.0 else 'less'} ({seconds / step:+.2%})"
