@@ -209,6 +209,7 @@ def _alike(new: Any, old: Any) -> bool:
     return new_tree == old_tree and all(
         isinstance(n, jax.Array)
         and isinstance(o, jax.Array)
-        and (n.shape, n.dtype, n.sharding) == (o.shape, o.dtype, o.sharding)
+        and (n.shape, n.dtype) == (o.shape, o.dtype)
+        and n.sharding.is_equivalent_to(o.sharding, n.ndim)
         for n, o in zip(new_leaves, old_leaves, strict=True)
     )

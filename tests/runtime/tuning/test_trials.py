@@ -197,6 +197,24 @@ def test_a_program_is_found_again_whatever_was_compiled_before_it(nccl: Nccl) ->
     assert len(keys) == 1
 
 
+def test_a_state_whose_shardings_come_back_written_otherwise_is_used_up(nccl: Nccl) -> None:
+    """Of two shardings that place alike, JAX returns one. A mesh axis of one device may come and go."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]).reshape(2, 1), ("dp", "tp"))
+    specs = P("dp", "tp"), P(("tp", "dp"))
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        sums = jax.shard_map(lambda *parts: jax.lax.psum(sum(w.sum() for w in parts), ("dp", "tp")), mesh=mesh,
+                             in_specs=specs, out_specs=P())  # fmt: skip
+        return tuple(w * 0.9 for w in state), sums(*state)
+
+    state = tuple(jax.device_put(jnp.eye(16), NamedSharding(mesh, spec)) for spec in specs)
+    returned = jax.jit(step)(state)[0]
+    assert [w.sharding for w in returned] != [w.sharding for w in state]
+    made = strand_interleave(step, passes=(), donate_argnums=0)
+    tuned = tune_step.tune(made, state, minutes=0.0, use_up=True)
+    assert tuned.seconds and state[0].is_deleted()
+
+
 def test_a_step_with_a_static_argument_is_tuned(nccl: Nccl) -> None:
     step, arguments = step_and_arguments()
     made = strand_interleave(lambda n, *rest: step.__wrapped__(*rest), passes=(), static_argnums=0, donate_argnums=1)
