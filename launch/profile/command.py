@@ -6,7 +6,8 @@ The times are stored in a profile, a JSON file. Each launch setting gets its own
 (`dhelix.launch.profile.processes`). The process measures those times of the step that are missing in the file, and
 writes every batch of results into the file. So an interrupted run loses nothing, and the same command continues it. At
 the end, tables show everything that is known about the step. Without a GPU, the command measures nothing and says what
-it would measure. docs/guide/profile.md explains the numbers.
+it would measure. In a job of several hosts, the scheduler starts the command in every process, and all measure
+together (`in_job.py`). docs/guide/profile.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import DEFAULT_GPU, INTERRUPTED
 from dhelix.launch.inspect import dumps
+from dhelix.launch.profile import in_job, workers
 from dhelix.launch.profile import output as profile_output
 from dhelix.launch.profile import processes as profile_processes
 from dhelix.launch.profile import step as profile_step
-from dhelix.launch.profile import workers
 from dhelix.launch.profile.job import Job
 from dhelix.launch.profile.recorded import Recorded, as_recorded
 from dhelix.launch.profile.step import CompiledStep
@@ -73,7 +74,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         say(console, f"Interrupted; {_GO_ON.format(path=job.path)}")
         return INTERRUPTED
     here = job.here or Provenance("", 0, jax=jax.__version__)
-    profile_output.show(job, chosen, here, console)
+    if not console.quiet:
+        profile_output.show(job, chosen, here, console)
     if job.errors:
         raise job.errors[0]
     return 0
@@ -127,8 +129,15 @@ def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console)
 
 
 def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """The mode on GPUs: the launch settings are measured one after the other, each in a process of its own."""
+    """The mode on GPUs: the launch settings are measured one after the other, each in a process of its own.
+
+    In a job, each process of the job has such a process for each setting.
+    """
     kind, count = workers.gpus_here()
+    place = in_job.find()
+    if place:
+        console.quiet = place.process != 0  # the first process speaks for all
+        count = in_job.gpus(place)
     gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
     if gpu is None:
         raise DhelixError("nvidia-smi does not name the GPUs; name them with --hardware")
@@ -141,6 +150,8 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
             f"The step is for {needed} GPUs, but there are {count}: only its operators and the collectives that fit on "
             f"{count} GPUs are measured.")  # fmt: skip
         needed = count
+    if place:
+        in_job.check(needed, count, chosen["link"])
     if chosen["link"] == "two-nodes" and (needed < 2 or needed % 2):
         raise DhelixError(f"{needed} GPUs do not split into two nodes: use an even number of GPUs, or another --link")
     job = _job(chosen, gpu, needed, None)
@@ -150,11 +161,13 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
 
     def measure() -> None:
         with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as temporary:
-            for setting, request in _requests(job, chosen, arguments):
+            for number, (setting, request) in enumerate(_requests(job, chosen, arguments), 1):
                 keep = Path(chosen["keep"] or temporary, setting)
                 try:
-                    finished = listen(setting, replace(request, keep=str(_folder(keep))))
+                    finished = listen(number, setting, replace(request, keep=str(_folder(keep))))
                 except DhelixError as error:  # continue, because other settings may work
+                    if place and time.monotonic() > deadline:
+                        return  # the other processes have stopped
                     job.errors.append(error)
                     continue
                 finally:
@@ -165,9 +178,14 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
                     say(console, f"Stopped after {chosen['budget_s']:g} s (--budget_s); {_GO_ON.format(path=job.path)}")
                     return
 
-    def listen(setting: str, request: Request) -> bool:
+    def listen(number: int, setting: str, request: Request) -> bool:
+        node = in_job.of_worker(place, number) if place else None
         with _Bar(console, setting, deadline) as bar:
-            return profile_processes.measure(request, bar.go_on, None if request.collectives else needed)
+            gpus = None if request.collectives or place else needed
+            return profile_processes.measure(request, bar.go_on, gpus, node, on_nodes)
+
+    def on_nodes(gpus: int) -> None:
+        job.gpus_per_node = gpus
 
     return job, measure
 

@@ -36,6 +36,7 @@ class Job:
     Attributes:
       gpu, link: hardware and link of the profile.
       gpus: number of GPUs that take part.
+      gpus_per_node: GPUs that take part on each node, as the workers found it; None: not known yet.
       settings: names of launch settings, from `profile.SETTINGS`.
       path: the profile's file.
       pairs: whether to measure pairs, too.
@@ -54,6 +55,7 @@ class Job:
     pairs: bool = True
     again: bool = False
     steps: dict[str, CompiledStep] = field(default_factory=dict)
+    gpus_per_node: int | None = None
     here: Provenance | None = None
     errors: list[DhelixError] = field(default_factory=list)
 
@@ -62,7 +64,8 @@ class Job:
         """The description of the GPU. `gpus_per_node` is at most the number of GPUs that take part on one node."""
         described = hardware.describe(self.gpu, self.link)
         nodes = 2 if self.link == "two-nodes" else 1
-        return replace(described, gpus_per_node=min(max(self.gpus // nodes, 1), described.gpus_per_node))
+        per_node = self.gpus_per_node or max(self.gpus // nodes, 1)
+        return replace(described, gpus_per_node=min(per_node, described.gpus_per_node))
 
     def in_file(self) -> Profile:
         """The profile in the file; empty if there is no file.

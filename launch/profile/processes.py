@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.profile import workers
+from dhelix.launch.profile import in_job, workers
 from dhelix.launch.profile.worker import Request
 from dhelix.launch.profile.workers import Worker
 from dhelix.runtime.compiler import autotune_results
@@ -22,13 +23,21 @@ from dhelix.runtime.compiler import autotune_results
 COMMAND = (sys.executable, "-m", "dhelix.launch.profile.worker")
 
 
-def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus: int | None = None) -> bool:
+def measure(
+    request: Request,
+    on_progress: Callable[[int, int, str], bool],
+    gpus: int | None = None,
+    node: Mapping[str, Any] | None = None,
+    on_nodes: Callable[[int], None] = lambda _: None,
+) -> bool:
     """Runs a request in one or two workers, until it is done.
 
     Args:
       on_progress: called with the number of finished measurements, their total, and what comes next. If it returns
         False, the request stops.
       gpus: number of the machine's GPUs to use; None: all.
+      node: the worker's place, if this process is one of a job (`in_job.of_worker`).
+      on_nodes: called with the number of GPUs that take part on each node.
 
     Returns:
       True if the request finished, and False if `on_progress` stopped it.
@@ -41,9 +50,11 @@ def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus
         try:
             flags = _autotuning(Path(request.out))
             places = workers.environments(request.setting, request.link, gpus, flags)
-            for number, (node, environment) in enumerate(places):
+            for number, (emulated, environment) in enumerate(places):
                 path = Path(folder, f"request{number}.json")
-                path.write_text(replace(request, node=node).to_json())
+                path.write_text(replace(request, node=node or emulated).to_json())
+                if node:
+                    environment = in_job.environment(environment)
                 started.append(Worker([*COMMAND, str(path)], environment, Path(folder, f"stderr{number}.txt")))
             for message in started[0].messages():
                 if "error" in message:
@@ -51,6 +62,8 @@ def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus
                 if message.get("finished"):
                     workers.wait(started)
                     return True
+                if "gpus_per_node" in message:
+                    on_nodes(message["gpus_per_node"])
                 if "done" in message and not on_progress(message["done"], message["total"], message["what"]):
                     return False
             status = started[0].process.wait()

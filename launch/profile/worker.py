@@ -9,6 +9,8 @@ every batch of results. It reports its progress on stdout, one JSON object per l
 
 The file stays valid even if the worker is killed. When the process that started the worker ends, the worker's stdin
 ends, and then the worker ends itself.
+
+In a job of several workers, all know what any of them has in its file, and at the end every host has the same file.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
 from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes.nodes import gpus_per_node
 from dhelix.runtime.profiling import collective_tables, measure_tables
 from dhelix.runtime.profiling import operator_bases as of_paper
 from dhelix.runtime.profiling.in_process import gpu_measurer, measure_missing
@@ -59,8 +62,8 @@ class Request:
       collectives: whether to fill the tables of collectives.
       collective_seconds: approximate time to spend on these tables.
       keep: folder for the compiled module, or None.
-      node: if several processes emulate nodes, a mapping with the keys coordinator, processes, process and
-        local_device_ids; otherwise None.
+      node: if several workers measure together, on several hosts or as emulated nodes, a mapping with the keywords of
+        `jax.distributed.initialize`: coordinator, processes, process and local_device_ids; otherwise None.
     """
 
     setting: str
@@ -102,7 +105,7 @@ def main(path: str) -> None:
 
 def run(request: Request) -> None:
     """Runs a request. Writes the profile after every batch of results. Raises DhelixError if it cannot measure."""
-    # The file is read before the nodes connect. Afterwards one of them writes it, but all must have read the same text.
+    # The file is read before the workers connect, because emulated nodes share it, and one of them writes it then.
     known = storage.load(request.out) if Path(request.out).is_file() else None
     if request.node:
         node = request.node
@@ -117,16 +120,45 @@ def run(request: Request) -> None:
     profile = Profile(name, request.link, (here,))
     if known is not None:
         profile = known.merged(profile)
+    profile = _shared(request, profile)
+    if request.node:
+        tell(gpus_per_node=_per_node())
     if request.preset or request.module:
         profile = _measure_step(request, profile, hardware)
     if request.preset and not request.preset.get("plain"):
         # With the new costs the passes may produce another program. Some of its operators may not be measured yet.
         for _ in range(_ANEW):
+            profile = _shared(request, profile)
             before, profile = profile, _measure_step(replace(request, again=False, bases=()), profile, hardware)
             if profile == before:
                 break
     if request.collectives:
-        _measure_collectives(request, profile, hardware)
+        profile = _measure_collectives(request, profile, hardware)
+    _shared(request, profile)
+
+
+def _per_node() -> int:
+    """GPUs that take part on each node."""
+    return gpus_per_node(jax.devices()) or len(jax.devices())
+
+
+def _shared(request: Request, profile: Profile) -> Profile:
+    """What the workers of all hosts know. Every host then has it in its file. The first worker's times take precedence.
+
+    Hosts may share their folders or not, so a worker writes only what its file lacks.
+    """
+    if not request.node:
+        return profile
+    for text in reversed(agreement.gathered("compare the profiles", storage.dumps(profile))):
+        profile = profile.merged(storage.loads(text, "the profile of another host"))
+
+    def write() -> None:
+        out = Path(request.out)
+        if not out.is_file() or out.read_text() != storage.dumps(profile):
+            storage.save(profile, out)
+
+    agreement.together("write the profile", write, (DhelixError, OSError))
+    return profile
 
 
 def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Profile:
@@ -142,8 +174,8 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     if request.keep and jax.process_index() == 0:
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
     step = _with_bases(step, request.bases)
-    # A dump's module may need more GPUs than this machine has. An emulated node is one process.
-    per_node = len(jax.local_devices()) if request.node else max(len(jax.devices()), gpus_of(step.module))
+    # A dump's module may need more GPUs than this machine has.
+    per_node = _per_node() if request.node else max(len(jax.devices()), gpus_of(step.module))
     measurer = gpu_measurer(setting)
     count = len(jax.devices())
     session = Session(profile, setting.name, measurer, hardware, per_node, request.pairs, request.again, count)
@@ -197,14 +229,14 @@ def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
     return replace(step, further=tuple(further), bases=tuple(bases))
 
 
-def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> None:
+def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> Profile:
     implementation = SETTINGS[request.setting].implementation
-    keys = collective_tables.tables(jax.devices(), implementation=implementation)
+    keys = collective_tables.tables(jax.devices(), _per_node(), implementation=implementation)
     known = profile.section(request.setting)
     missing = [k for k in keys if request.again or not (k in known.collectives or str(k) in known.failures)]
     done = 0
     budget = request.collective_seconds
-    for program in collective_tables.programs(missing, jax.devices(), hardware, budget_seconds=budget):
+    for program in collective_tables.programs(missing, jax.devices(), hardware, _per_node(), budget):
         tell(done=done, total=len(missing), what=f"collectives of {program.grouping}")
         if program.takes_part:
             timings, failures = measure_tables.run(program)
@@ -212,6 +244,7 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
             _save(request, profile)
         done += len(program.keys)
     tell(done=done, total=done, what="done")
+    return profile
 
 
 def _save(request: Request, profile: Profile) -> None:

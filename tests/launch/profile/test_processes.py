@@ -24,8 +24,10 @@ import json, os, sys, time
 request = json.load(open(sys.argv[1]))
 def tell(**what): print(json.dumps(what), flush=True)
 print("a library says hello", flush=True)
-node = request["node"]["process"] if request["node"] else 0
-names = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_HOSTID", "XLA_FLAGS")
+two = request["link"] == "two-nodes"
+node = request["node"]["process"] if two else 0
+names = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_HOSTID", "XLA_FLAGS",
+         "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 seen = {name: os.environ[name] for name in names if name in os.environ}
 open(f"{request['out']}.{node}", "w").write(json.dumps({"environment": seen, "request": request}))
 tell(done=0, total=2, what="operators alone")
@@ -96,6 +98,55 @@ def test_two_nodes_are_two_processes(out: Path) -> None:
     assert [n["request"]["node"]["local_device_ids"] for n in nodes] == [[0, 1], [2, 3]]
     assert len({n["environment"]["NCCL_HOSTID"] for n in nodes}) == 2
     assert len({n["request"]["node"]["coordinator"] for n in nodes}) == 1
+
+
+PLACE = {"JAX_COORDINATOR_ADDRESS": "host0:4000", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "1"}
+
+
+def test_a_process_of_a_job_starts_the_worker_of_its_place(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    arguments = ("--collectives", "--out", out, "--settings=default,connections1")
+    assert dhelix_profile(*arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""  # process 0 speaks for all
+    found = seen(out)
+    assert found["request"]["node"] == {
+        "coordinator": "host0:4002",  # of the second worker
+        "processes": 3,
+        "process": 1,
+        "local_device_ids": None,
+    }
+    assert not set(PLACE) & set(found["environment"])
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "2")
+    assert dhelix_profile(*arguments) == 0
+    assert "Measured collectives" in (text := capsys.readouterr().out) or "connections1" in text
+    assert seen(out)["request"]["node"]["local_device_ids"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset=llama-demo", "--mesh=tp=4"), "needs 4 GPUs, but the job has 12; give a larger --mesh"),
+        (("--collectives", "--link=two-nodes"), "emulates nodes on one machine, but this is a job"),
+    ],
+)
+def test_a_job_measures_with_all_its_gpus(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: Any, message: str
+) -> None:
+    for name, value in {**PLACE, "JAX_PROCESS_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert dhelix_profile(*arguments, "--out", out) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_batch_script_of_slurm_measures_alone(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert dhelix_profile("--collectives", "--out", out) == 0
+    assert seen(out)["request"]["node"] is None
 
 
 @pytest.mark.parametrize(
