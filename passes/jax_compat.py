@@ -267,9 +267,9 @@ def program_name(lowered: jax.stages.Lowered) -> str:
     return mlir.ir.StringAttr(stablehlo_module(lowered).operation.attributes["sym_name"]).value
 
 
-def bytecode(lowered: jax.stages.Lowered) -> bytes:
-    """The program as MLIR bytecode, which also holds the names of operations and arguments."""
-    return mlir.module_to_bytecode(stablehlo_module(lowered))
+def debug_text(lowered: jax.stages.Lowered) -> str:
+    """The program as MLIR text, with the names of operations and arguments, and without large constants."""
+    return str(stablehlo_module(lowered).operation.get_asm(enable_debug_info=True, large_elements_limit=8))
 
 
 def kept_arguments(lowered: jax.stages.Lowered) -> list[int]:

@@ -12,35 +12,35 @@ step it is. What else the process has imported does not matter.
 
 from __future__ import annotations
 
-_NO_LOOP = "does not take gradients in a loop over micro-batches"
-_MULTI_STEPS = (b"MultiSteps.", b"mini_step")
+NO_LOOP = "does not take gradients in a loop over micro-batches"
+_MULTI_STEPS = ("MultiSteps.", "mini_step")
 """Methods of optax.MultiSteps, and a field of its state. A Flax NNX optimizer shows only methods."""
 
 _TRAINERS = (
-    ("MaxText", (b"maxtext/", b"MaxText/"), "set gradient_accumulation_steps to 2 or more: MaxText then loops in its "
+    ("MaxText", ("maxtext/", "MaxText/"), "set gradient_accumulation_steps to 2 or more: MaxText then loops in its "
      "step"),
-    ("Levanter", (b"levanter/",), "set trainer.per_device_parallelism below the batch of a device: it then loops in "
+    ("Levanter", ("levanter/",), "set trainer.per_device_parallelism below the batch of a device: it then loops in "
      "its step"),
-    ("Tunix", (b"tunix/sft/peft_trainer.py",), "leave gradient_accumulation_steps out, give train() whole batches, and "
+    ("Tunix", ("tunix/sft/peft_trainer.py",), "leave gradient_accumulation_steps out, give train() whole batches, and "
      "override create_train_step_fn with a loop over micro-batches, as docs/guide/run.md shows"),
-    ("Keras", (b"keras/src/backend/jax/trainer.py",), "leave gradient_accumulation_steps out, give fit() whole "
+    ("Keras", ("keras/src/backend/jax/trainer.py",), "leave gradient_accumulation_steps out, give fit() whole "
      "batches, and override train_step with a loop over micro-batches, as docs/guide/run.md shows"),
 )  # fmt: skip
 _ANY = "give all micro-batches of an optimizer step to one call, and loop over them in it (lax.scan)"
 
 
-def explained(why: str, program: bytes) -> str:
+def explained(why: str, program: str) -> str:
     """Why a program is left alone, with advice for a step without a loop over micro-batches.
 
     Args:
       why: the reason of a pass, whose advice is for decorated steps.
-      program: the program's bytecode, with locations.
+      program: the program's text, with locations.
     """
-    before, found, _ = why.partition(_NO_LOOP)
+    before, found, _ = why.partition(NO_LOOP)
     return f"{before}{found}: {_advice(program)}" if found else why
 
 
-def _advice(program: bytes) -> str:
+def _advice(program: str) -> str:
     """One sentence on what to change."""
     for name, places, what in _TRAINERS:
         if any(place in program for place in places):

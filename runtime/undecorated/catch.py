@@ -3,6 +3,7 @@
     install(Policy())      # once in a process; `dhelix run`, `import dhelix.auto` and DHELIX_AUTO do this
 
     JAX compiles a program      on one device, or without gradients      as without dhelix, from the same bytes
+                                gradients of one micro-batch             as without dhelix, from the same bytes
                                 otherwise                                as a decorated step: `Specialization`
                                 nothing changed, or something failed     as without dhelix, from the same bytes
 
@@ -11,7 +12,8 @@ which library jitted a function. What a decorator does with calls is missing her
 does not exist. In a job of several processes, all of them must run with the same policy, because they compare their
 programs as decorated steps do.
 
-Cost: a look at the names in a program, which takes some milliseconds. Only steps pay for more.
+Cost: a look at the text of a program, which takes some milliseconds (`micro_batches.py`). Only steps that may have
+several micro-batches pay for more.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,17 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.runtime.undecorated import across_calls, seen
+from dhelix.runtime.undecorated import across_calls, micro_batches, seen
 from dhelix.runtime.undecorated.policy import Policy
 from dhelix.runtime.undecorated.seen import CHANGED, FAILED, LEFT_ALONE, Seen
 
-_BACKWARD = b"transpose("
+_BACKWARD = "transpose("
 """JAX's name of the backward pass. A program without it takes no gradients."""
+
+_OF_STRANDS = frozenset({"skew", "memory_limit", "max_in_flight", "disable", "profile"})
+"""Options without effect on a step that does not become two strands."""
+
+_ONE = f"the step {across_calls.NO_LOOP}"
 
 
 class Catch:
@@ -70,11 +78,17 @@ class Catch:
         try:
             name = jax_compat.program_name(lowered)
             devices = len(jax_compat.devices(lowered))
-            program = jax_compat.bytecode(lowered) if devices > 1 else b""
+            program = jax_compat.debug_text(lowered) if devices > 1 else ""
             if _BACKWARD not in program:
                 self.others += 1
                 return None
-            changed, found = self._interleave(name, lowered, program)
+            options = self._policy.of(name)
+            if not self._policy.allows(name):
+                changed, found = None, (LEFT_ALONE, ("the options of dhelix run leave it out",))
+            elif _OF_STRANDS.issuperset(options) and not micro_batches.may_hold(program):
+                changed, found = None, (LEFT_ALONE, (across_calls.explained(_ONE, program),))
+            else:
+                changed, found = self._interleave(name, lowered, program, options)
         except Exception as error:  # whatever goes wrong here, the user's program goes on
             changed, found = None, (FAILED, (" ".join(f"{type(error).__name__}: {error}".split())[:300],))
         finally:
@@ -83,7 +97,7 @@ class Catch:
         return changed
 
     def _interleave(
-        self, name: str, lowered: jax.stages.Lowered, program: bytes
+        self, name: str, lowered: jax.stages.Lowered, program: str, given: Mapping[str, Any]
     ) -> tuple[jax_compat.Changed | None, tuple[str, tuple[str, ...]]]:
         # Imported here, so that programs without steps do not wait for it.
         from dhelix.passes.framework import headline, manager
@@ -94,11 +108,9 @@ class Catch:
 
         if off := registration.switched_off():
             return None, (LEFT_ALONE, (f"dhelix {off}",))
-        if not self._policy.allows(name):
-            return None, (LEFT_ALONE, ("the options of dhelix run leave it out",))
         self._number += 1
         with manager.heard() as said:
-            options = loaded(StepOptions(**self._policy.of(name)))
+            options = loaded(StepOptions(**given))
             chosen = Specialization(name.removeprefix("jit_"), f"{name} {self._number}", options, lowered)
             compiled: Any = None if chosen.left_alone else chosen.compile()
             done = chosen.report()

@@ -14,21 +14,21 @@ WHY = "jit_step: the step does not take gradients in a loop over micro-batches: 
 @pytest.mark.parametrize(
     ("place", "advice"),
     [
-        (b"maxtext/trainers/pre_train/train.py", "MaxText: set gradient_accumulation_steps to 2 or more"),
-        (b"levanter/trainer.py", "Levanter: set trainer.per_device_parallelism below"),
-        (b"tunix/sft/peft_trainer.py", "override create_train_step_fn with a loop"),
-        (b"keras/src/backend/jax/trainer.py", "override train_step with a loop"),
-        (b"keras/src/layers/core/dense.py", "give all micro-batches of an optimizer step to one call"),
+        ("maxtext/trainers/pre_train/train.py", "MaxText: set gradient_accumulation_steps to 2 or more"),
+        ("levanter/trainer.py", "Levanter: set trainer.per_device_parallelism below"),
+        ("tunix/sft/peft_trainer.py", "override create_train_step_fn with a loop"),
+        ("keras/src/backend/jax/trainer.py", "override train_step with a loop"),
+        ("keras/src/layers/core/dense.py", "give all micro-batches of an optimizer step to one call"),
     ],
 )
-def test_a_trainer_is_known_by_the_files_that_its_step_names(place: bytes, advice: str) -> None:
-    text = explained(WHY, b"/site-packages/" + place + b"\x00MultiSteps.update" * (b"tunix" in place))
+def test_a_trainer_is_known_by_the_files_that_its_step_names(place: str, advice: str) -> None:
+    text = explained(WHY, "/site-packages/" + place + " MultiSteps.update" * ("tunix" in place))
     assert advice in text
     assert text.startswith("jit_step: the step does not take gradients") and "microbatches=" not in text
 
 
 def test_other_reasons_stay() -> None:
-    assert explained("two strands are not faster", b"keras/src/backend/jax/trainer.py") == "two strands are not faster"
+    assert explained("two strands are not faster", "keras/src/backend/jax/trainer.py") == "two strands are not faster"
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
@@ -42,5 +42,5 @@ def test_multi_steps_is_recognized_without_names_of_its_state(accumulates: bool)
         grads = jax.grad(lambda p: jnp.sum(p**2))(params)
         return optimizer.update(grads, jax.tree.unflatten(tree, leaves), params)
 
-    program = jax_compat.bytecode(jax.jit(step).lower(jnp.ones(4), leaves))
+    program = jax_compat.debug_text(jax.jit(step).lower(jnp.ones(4), leaves))
     assert ("optax.MultiSteps" in explained(WHY, program)) == accumulates
