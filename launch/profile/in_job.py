@@ -20,12 +20,9 @@ from dhelix.launch.hosts import place
 from dhelix.launch.hosts.place import Place
 from dhelix.launch.profile import workers
 from dhelix.runtime.launched import task
+from dhelix.runtime.undecorated import policy
 
-_NOT_OF_WORKERS = (
-    task.VARIABLE,
-    "DHELIX_AUTO",
-    *(name for name in (place.COORDINATOR, place.PROCESSES, place.PROCESS)),
-)
+_NOT_OF_WORKERS = (task.VARIABLE, policy.VARIABLE, place.COORDINATOR, place.PROCESSES, place.PROCESS)
 """Variables that would make a worker join the job of the process that started it."""
 
 
@@ -82,4 +79,5 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _port(number: int) -> int:
+    """A port for a number that may be too large: JAX's own port below Slurm may be the last one."""
     return number if number < 65_536 else number - 32_768

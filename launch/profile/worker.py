@@ -15,6 +15,7 @@ In a job of several workers, all know what any of them has in its file, and at t
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Mapping
@@ -149,8 +150,9 @@ def _shared(request: Request, profile: Profile) -> Profile:
     """
     if not request.node:
         return profile
-    for text in reversed(agreement.gathered("compare the profiles", storage.dumps(profile))):
-        profile = profile.merged(storage.loads(text, "the profile of another host"))
+    told = agreement.gathered("compare the profiles", storage.dumps(profile))
+    # All merge in one order, so that all write the same bytes.
+    profile = functools.reduce(Profile.merged, (storage.loads(text, "a worker's profile") for text in reversed(told)))
 
     def write() -> None:
         out = Path(request.out)

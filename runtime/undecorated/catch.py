@@ -12,7 +12,7 @@ which library jitted a function. What a decorator does with calls is missing her
 does not exist. In a job of several processes, all of them must run with the same policy, because they compare their
 programs as decorated steps do.
 
-Cost: a look at the text of a program, which takes some milliseconds (`micro_batches.py`). Only steps that may have
+Cost: a look at the text of a program (`micro_batches.py`). Only steps that may have
 several micro-batches pay for more.
 """
 
@@ -34,9 +34,6 @@ from dhelix.passes import jax_compat
 from dhelix.runtime.undecorated import across_calls, micro_batches, seen
 from dhelix.runtime.undecorated.policy import Policy
 from dhelix.runtime.undecorated.seen import CHANGED, FAILED, LEFT_ALONE, Seen
-
-_BACKWARD = "transpose("
-"""JAX's name of the backward pass. A program without it takes no gradients."""
 
 _OF_STRANDS = frozenset({"skew", "memory_limit", "max_in_flight", "disable", "profile"})
 """Options without effect on a step that does not become two strands."""
@@ -79,7 +76,7 @@ class Catch:
             name = jax_compat.program_name(lowered)
             devices = len(jax_compat.devices(lowered))
             program = jax_compat.debug_text(lowered) if devices > 1 else ""
-            if _BACKWARD not in program:
+            if micro_batches.BACKWARD not in program:  # it takes no gradients
                 self.others += 1
                 return None
             options = self._policy.of(name)

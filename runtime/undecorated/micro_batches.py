@@ -12,7 +12,8 @@
 JAX names each operation after the transformations and lines of Python that made it. The answer "yes" may be wrong, for
 example for experts that are written one after the other. Then the passes look closer, and find nothing.
 
-Cost: some milliseconds for 100 kB of text. The passes need seconds at their first program, mostly to be imported.
+Cost: about 15 ms for 100 kB of text, 200 ms for 1 MB, on a slow core. The passes need seconds at their first program,
+mostly to be imported.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _REFERENCE = re.compile(r"#loc\d*")
 _VALUE = re.compile(r"%[\w$.-]+")
 _UNIT = re.compile(r"stablehlo\.(while|dot_general|convolution|custom_call|composite)\b|\bcall @")
 _REGIONS = ("cond {", "} do {", "}, {", "} else {")  # lines of an operation that begin where its first line does
-_BACKWARD, _FORWARD, _AGAIN = "transpose(", "jvp(", "rematted_computation"
+BACKWARD, _FORWARD, _AGAIN = "transpose(", "jvp(", "rematted_computation"
+"""JAX's names of the backward pass, of what it differentiates, and of what the backward pass computes again."""
 
 type _Lines = tuple[int, int]  # the first one, and the one after the last
 
@@ -55,7 +57,7 @@ def _takes_gradients(names: set[str]) -> bool:
 
 
 def _is_backward(name: str) -> bool:
-    return _BACKWARD in name
+    return BACKWARD in name
 
 
 def _has_independent(program: _Program, block: list[_Lines]) -> bool:

@@ -282,3 +282,20 @@ def test_what_others_measured_stays(machine: Machine, work: Work, tmp_path: Path
     profile = storage.load(out)
     assert profile.measured_on == (elsewhere, HERE)
     assert profile.section("default").collectives[CollectiveKey("all-gather", 65536, 2)] == Timing(7e-5)
+
+
+def test_all_hosts_of_a_job_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = CollectiveKey("all-reduce", 65536, 2, 1, 1, "nccl")
+    known = [
+        Profile("H200", "nvlink", (Provenance(HERE.gpu, 2, machine=name),)).with_section(
+            Section("default", {}, {key: Timing(seconds)}, {})
+        )
+        for name, seconds in (("first", 1e-4), ("second", 2e-4))
+    ]
+    monkeypatch.setattr(profile_worker.agreement, "gathered", lambda *_: [storage.dumps(one) for one in known])
+    written = []
+    for number, own in enumerate(known):
+        request = Request("default", str(tmp_path / f"{number}.json"), node={"process": number})
+        assert profile_worker._shared(request, own).section("default").collectives[key].seconds == 1e-4
+        written.append((tmp_path / f"{number}.json").read_bytes())
+    assert written[0] == written[1]
