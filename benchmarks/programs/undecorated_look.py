@@ -62,7 +62,7 @@ def measured(folder: Path, layers: int, how: str) -> dict[str, Any]:
         "compilation s": round(whole - program["seconds"], 2),
         "dhelix ms": round(1e3 * program["seconds"], 1),
         "share": f"{program['seconds'] / (whole - program['seconds']):.2%}",
-        "what dhelix says": program["why"][0].partition(":")[0],
+        "what dhelix says": program["why"][0].partition(";")[0],
     }
 
 

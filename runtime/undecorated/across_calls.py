@@ -4,7 +4,7 @@ A step interleaves micro-batches that one call holds. Some trainers call the ste
 the sum of gradients in the optimizer's state. Then no program holds two micro-batches.
 
     explained("[...] does not take gradients in a loop over micro-batches: give microbatches= [...]", program)
-    # "[...] does not take gradients in a loop over micro-batches: Keras: leave gradient_accumulation_steps out, [...]"
+    # "[...] does not take gradients in a loop over micro-batches; Keras: leave gradient_accumulation_steps out, [...]"
 
 JAX writes the files and functions of Python that made an operation into a program. So the program itself says whose
 step it is. What else the process has imported does not matter.
@@ -17,10 +17,10 @@ _MULTI_STEPS = ("MultiSteps.", "mini_step")
 """Methods of optax.MultiSteps, and a field of its state. A Flax NNX optimizer shows only methods."""
 
 _TRAINERS = (
-    ("MaxText", ("maxtext/", "MaxText/"), "set gradient_accumulation_steps to 2 or more: MaxText then loops in its "
-     "step"),
-    ("Levanter", ("levanter/",), "set trainer.per_device_parallelism below the batch of a device: it then loops in "
-     "its step"),
+    ("MaxText", ("maxtext/", "MaxText/"), "set gradient_accumulation_steps to 2 or more, so that it "
+     "loops in its step"),
+    ("Levanter", ("levanter/",), "set trainer.per_device_parallelism below the batch of a device, so that it loops "
+     "in its step"),
     ("Tunix", ("tunix/sft/peft_trainer.py",), "leave gradient_accumulation_steps out, give train() whole batches, and "
      "override create_train_step_fn with a loop over micro-batches, as docs/guide/run.md shows"),
     ("Keras", ("keras/src/backend/jax/trainer.py",), "leave gradient_accumulation_steps out, give fit() whole "
@@ -37,7 +37,7 @@ def explained(why: str, program: str) -> str:
       program: the program's text, with locations.
     """
     before, found, _ = why.partition(NO_LOOP)
-    return f"{before}{found}: {_advice(program)}" if found else why
+    return f"{before}{found}; {_advice(program)}" if found else why
 
 
 def _advice(program: str) -> str:
