@@ -1,13 +1,12 @@
 """Rules for the whole repository: layers, the compatibility module, packages, BUILD files."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import dhelix
 
@@ -37,90 +36,115 @@ CODE_FOLDERS = [f for f in _folders() if any(f.glob("*.py"))]
 SOURCES = [s for f in CODE_FOLDERS for s in sorted(f.glob("*.py"))]
 
 
-def _imports(source: Path) -> Iterator[str]:
+@functools.cache
+def _nodes(source: Path) -> list[ast.AST]:
+    """All nodes of a file. The first one is the module."""
+    return list(ast.walk(ast.parse(source.read_text())))
+
+
+@functools.cache
+def _imports(source: Path) -> list[str]:
     """Dotted names of a file's imports. `from a import b` gives `a.b`."""
-    for node in ast.walk(ast.parse(source.read_text())):
+    names = []
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+            names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return names
 
 
 def _label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=_label)
-def test_imports_point_one_way(source: Path) -> None:
-    layer = source.relative_to(ROOT).parts[0]
-    for name in _imports(source):
-        first, _, rest = name.partition(".")
-        assert first not in {*LAYERS, "tests", ""}, f"{name}: write dhelix.{name.lstrip('.')}"
-        if first != "dhelix" or layer not in LAYERS:
-            continue
-        other = rest.partition(".")[0]
-        if layer == "models":
-            allowed = {"models"}
-        elif layer == "launch":
-            allowed = LAYERS
-        else:
-            allowed = set(ORDER[: ORDER.index(layer) + 1])
-        assert other in allowed, f"{name}: {layer} may import {sorted(allowed)}"
+def _in_layers(source: Path) -> bool:
+    return source.relative_to(ROOT).parts[0] in LAYERS
 
 
-@pytest.mark.parametrize(
-    "source",
-    [s for s in SOURCES if len(s.relative_to(ROOT).parts) > 2 and s.is_relative_to(ROOT / "passes")],
-    ids=_label,
-)
-def test_folders_of_passes_import_one_way(source: Path) -> None:
-    folder = source.relative_to(ROOT).parts[1]
-    allowed = {"pipeline_fold"} if folder == "pipeline_fold" else set(PASSES[: PASSES.index(folder) + 1])
-    for name in _imports(source):
-        parts = name.split(".")
-        if parts[:2] == ["dhelix", "passes"] and (ROOT / "passes" / parts[2]).is_dir():
-            assert parts[2] in allowed, f"{name}: passes/{folder} may import {sorted(allowed)}"
+def _may_import(layer: str) -> set[str]:
+    if layer == "models":
+        return {"models"}
+    return LAYERS if layer == "launch" else set(ORDER[: ORDER.index(layer) + 1])
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=_label)
-def test_only_the_compatibility_module_touches_internals(source: Path) -> None:
-    if _label(source) == "passes/jax_compat.py":
-        return
-    internals = [n for n in _imports(source) if n.startswith(("jax._", "jaxlib._", "jaxlib.xla_client"))]
-    assert not internals, f"{internals} belong in passes/jax_compat.py"
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for source in SOURCES:
+        layer = source.relative_to(ROOT).parts[0]
+        for name in _imports(source):
+            first, _, rest = name.partition(".")
+            if first in {*LAYERS, "tests", ""}:
+                wrong.append(f"{_label(source)}: {name}: write dhelix.{name.lstrip('.')}")
+            elif first == "dhelix" and layer in LAYERS and rest.partition(".")[0] not in _may_import(layer):
+                wrong.append(f"{_label(source)}: {name}: {layer} may import {sorted(_may_import(layer))}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("folder", CODE_FOLDERS, ids=_label)
-def test_every_folder_with_code_has_a_build_file(folder: Path) -> None:
-    assert (folder / "BUILD").is_file(), f"{_label(folder)} needs a BUILD file"
+def test_folders_of_passes_import_one_way() -> None:
+    wrong = []
+    for source in [s for s in SOURCES if s.is_relative_to(ROOT / "passes") and len(s.relative_to(ROOT).parts) > 2]:
+        folder = source.relative_to(ROOT).parts[1]
+        allowed = {"pipeline_fold"} if folder == "pipeline_fold" else set(PASSES[: PASSES.index(folder) + 1])
+        for parts in [name.split(".") for name in _imports(source)]:
+            inside = parts[:2] == ["dhelix", "passes"] and (ROOT / "passes" / parts[2]).is_dir()
+            if inside and parts[2] not in allowed:
+                wrong.append(f"{_label(source)}: {'.'.join(parts)}: passes/{folder} may import {sorted(allowed)}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("build", sorted(f / "BUILD" for f in CODE_FOLDERS), ids=_label)
-def test_labels_of_build_files_lead_to_folders(build: Path) -> None:
-    folders = re.findall(r'"//([^":]*)', build.read_text())
-    missing = [f for f in folders if f != "visibility" and not (ROOT / f / "BUILD").is_file()]
+def test_only_the_compatibility_module_touches_internals() -> None:
+    internals = ("jax._", "jaxlib._", "jaxlib.xla_client")
+    found = {_label(s): [n for n in _imports(s) if n.startswith(internals)] for s in SOURCES}
+    assert {label for label, names in found.items() if names} == {"passes/jax_compat.py"}
+
+
+def test_every_folder_with_code_has_a_build_file() -> None:
+    assert not [_label(folder) for folder in CODE_FOLDERS if not (folder / "BUILD").is_file()]
+
+
+def test_labels_of_build_files_lead_to_folders() -> None:
+    missing = []
+    for folder in CODE_FOLDERS:
+        labels = re.findall(r'"//([^":]*)', (folder / "BUILD").read_text())
+        missing += [
+            f"{_label(folder)}: {label}"
+            for label in labels
+            if label != "visibility" and not (ROOT / label / "BUILD").is_file()
+        ]
     assert not missing
 
 
-ROOMS = [f for f in CODE_FOLDERS if f.relative_to(ROOT).parts[:1] and f.relative_to(ROOT).parts[0] in LAYERS]
+ROOMS = [f for f in CODE_FOLDERS if f != ROOT and _in_layers(f)]
 
 
-@pytest.mark.parametrize("folder", ROOMS, ids=_label)
-def test_a_folder_has_few_entries_and_says_what_happens_in_it(folder: Path) -> None:
+def test_a_folder_has_few_entries_and_says_what_happens_in_it() -> None:
     beside = {"__init__.py", "BUILD", "__pycache__"}
-    assert len([entry for entry in folder.iterdir() if entry.name not in beside]) <= 13
-    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    entries = {_label(f): len([entry for entry in f.iterdir() if entry.name not in beside]) for f in ROOMS}
+    assert not {label: count for label, count in entries.items() if count > 13}
+    assert not [_label(f) for f in ROOMS if not _docstring(f / "__init__.py")]
 
 
-@pytest.mark.parametrize("source", [s for s in SOURCES if s.parent in ROOMS], ids=_label)
-def test_modules_and_functions_are_short(source: Path) -> None:
-    text = source.read_text()
-    assert len(text.splitlines()) <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = {n for part in body for n in range(part.lineno, (part.end_lineno or part.lineno) + 1)}
-            assert len(lines) <= 60, f"{node.name} has {len(lines)} lines"
+def _docstring(source: Path) -> str | None:
+    module = _nodes(source)[0]
+    return ast.get_docstring(module) if isinstance(module, ast.Module) else None
+
+
+def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body. Its docstring and lines without code do not count."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return len({n for part in body for n in range(part.lineno, (part.end_lineno or part.lineno) + 1)})
+
+
+def test_modules_and_functions_are_short() -> None:
+    long = []
+    for source in [s for s in SOURCES if s.parent in ROOMS]:
+        if (lines := len(source.read_text().splitlines())) > 400:
+            long.append(f"{_label(source)}: {lines} lines")
+        for node in _nodes(source):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _lines(node) > 60:
+                long.append(f"{_label(source)}: {node.name} has {_lines(node)} lines")
+    assert not long
 
 
 def test_every_package_is_installed() -> None:

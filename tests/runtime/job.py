@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from dhelix.runtime.processes.this_machine import free_port
-
-_TIMEOUT = 120.0  # seconds
+from dhelix.tests.machine import PATIENCE
 
 
 class Ended(NamedTuple):
@@ -52,7 +51,7 @@ def run(
     try:
         # a process stops when its pipe is full, and then all stop, so all pipes are read
         with ThreadPoolExecutor(len(processes)) as pool:
-            results = list(pool.map(lambda process: process.communicate(timeout=_TIMEOUT), processes))
+            results = list(pool.map(lambda process: process.communicate(timeout=PATIENCE), processes))
     finally:
         for process in processes:
             process.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dhelix.runtime.processes.this_machine import free_port
+from dhelix.tests.machine import PATIENCE
 
 PROGRAM = """
 import os, signal, sys
@@ -75,7 +76,7 @@ def job(folder: Path, kind: str, *words: str) -> list[tuple[int, str, str]]:
     port = free_port()
     flags = ("-m", "dhelix", "launch", "--cpu_devices", "1", "--heartbeat", "5")
     launched = [start(folder, scheduler(kind, n, port), *flags, *words) for n in range(4)]
-    return [(one.returncode, *said) for one in launched for said in [one.communicate(timeout=100)]]
+    return [(one.returncode, *said) for one in launched for said in [one.communicate(timeout=PATIENCE)]]
 
 
 def losses(text: str, process: int) -> list[str]:
@@ -86,7 +87,7 @@ def losses(text: str, process: int) -> list[str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The losses of one process with four devices, without dhelix."""
     one = start(tmp_path_factory.mktemp("alone"), {"JAX_NUM_CPU_DEVICES": "4"}, "program.py")
-    found = losses(one.communicate(timeout=100)[0], 0)
+    found = losses(one.communicate(timeout=PATIENCE)[0], 0)
     assert len(found) == 4 and found[0] != found[3]
     return found
 
@@ -131,7 +132,7 @@ def test_local_processes_train_one_curve_whether_the_program_joins_itself_or_not
     for more in ((), ("--itself",)):
         words = ("-m", "dhelix", "launch", "--processes", "2", "--cpu_devices", "2", "program.py", *more)
         one = start(tmp_path, {}, *words)
-        out, err = one.communicate(timeout=100)
+        out, err = one.communicate(timeout=PATIENCE)
         assert one.returncode == 0 and losses(out, 0) == alone, err
 
 
@@ -139,7 +140,7 @@ def test_local_processes_train_one_curve_whether_the_program_joins_itself_or_not
 def test_a_mesh_of_other_devices_stops_all_with_one_line(tmp_path: Path) -> None:
     one = start(tmp_path, {}, "-m", "dhelix", "launch", "--processes", "2", "--cpu_devices", "1", "--mesh", "dp=3",
                 "program.py")  # fmt: skip
-    _, err = one.communicate(timeout=100)
+    _, err = one.communicate(timeout=PATIENCE)
     assert one.returncode == 1
     assert err == "dhelix launch: --mesh dp 3 has 3 devices, but the job has 2\n"
 
@@ -156,6 +157,6 @@ def test_processes_that_differ_stop_with_one_line_that_names_them(tmp_path: Path
     text = f"import json, os, jax\nif json.loads(os.environ['DHELIX_LAUNCH'])['process']: {change}\njax.devices()\n"
     (tmp_path / "differs.py").write_text(text)
     one = start(tmp_path, {}, "-m", "dhelix", "launch", "--processes", "2", "--cpu_devices", "1", "differs.py")
-    _, err = one.communicate(timeout=100)
+    _, err = one.communicate(timeout=PATIENCE)
     assert one.returncode == 1 and len(err.splitlines()) == 1
     assert err.startswith(f"dhelix launch: {said}") and " in process 1 (" in err

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dhelix.tests.machine import PATIENCE, slowness
+
 PROGRAM = """
 import json, os, signal, sys, time
 number = json.loads(os.environ["DHELIX_LAUNCH"])["process"]
@@ -30,7 +32,14 @@ def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dhelix", "launch", *words]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
     return subprocess.run(
-        command, cwd=tmp_path, env=environment, input="typed", capture_output=True, text=True, timeout=50, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        input="typed",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 
@@ -53,7 +62,13 @@ def test_a_job_whose_output_nobody_reads_goes_on(tmp_path: Path) -> None:
     words = f"{sys.executable} -m dhelix launch --processes 2 --log all program.py | head -1; exit ${{PIPESTATUS[0]}}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        ["bash", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
+        ["bash", "-c", words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -61,7 +76,7 @@ def test_a_job_whose_output_nobody_reads_goes_on(tmp_path: Path) -> None:
 def test_the_killed_process_is_named_and_the_others_end(tmp_path: Path) -> None:
     start = time.monotonic()
     done = launch(tmp_path, "--processes", "3", "--logs", "logs", "program.py", "kill", "2")
-    assert done.returncode == 128 + signal.SIGKILL and time.monotonic() - start < 40
+    assert done.returncode == 128 + signal.SIGKILL and time.monotonic() - start < 40 * slowness()
     assert "dhelix launch: process 2 (pid" in done.stderr and "was ended by SIGKILL" in done.stderr
     assert "the 2 other processes were stopped" in done.stderr
     assert "the end of logs/process-2.log:\n  out 2 ['kill', '2']" in done.stderr
@@ -108,7 +123,7 @@ def test_a_second_signal_kills_unless_it_is_ignored(tmp_path: Path, ignored: boo
         for _ in range(2):
             launcher.send_signal(signal.SIGHUP)
             time.sleep(0.5)
-        _, said = launcher.communicate(timeout=50)
+        _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == (0 if ignored else 128 + signal.SIGKILL)
     assert ("the output of the other processes is in" in said) != ignored
     assert bool(list(tmp_path.glob("dhelix-launch-*"))) != ignored

@@ -10,6 +10,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch.inspect import repairs
 from dhelix.passes import jax_compat
 from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.tests.machine import slowness
 
 TEXT = """HloModule step, is_scheduled=trueHEADER
 
@@ -84,7 +85,7 @@ def test_a_large_constant_that_is_not_in_the_text_takes_no_memory() -> None:
     body = "c = f32[65536,65536]{1,0} constant({...})\n  s = f32[4] constant({...})"
     start = time.monotonic()
     module = repairs.read(text(body=body)).module
-    assert time.monotonic() - start < 10 and len(module.to_bytes()) < 10_000
+    assert time.monotonic() - start < 10 * slowness() and len(module.to_bytes()) < 10_000
     constant = by_name(module)["c"]
     assert constant.opcode == "constant" and list(constant.shape.dimensions) == [65536, 65536]
     assert list(constant.shape.layout.minor_to_major) == [1, 0]

@@ -18,6 +18,7 @@ from dhelix.launch.run import command
 from dhelix.launch.run import flags as run_flags
 from dhelix.runtime.undecorated import policy
 from dhelix.runtime.undecorated.policy import Policy
+from dhelix.tests.machine import PATIENCE
 
 SCRIPT = """
 import multiprocessing, os, subprocess, sys
@@ -166,7 +167,7 @@ def test_all_processes_of_a_job_interleave_the_same_step(tmp_path: Path) -> None
             )
             for n in range(2)
         ]  # fmt: skip
-        said = [process.communicate(timeout=300) for process in processes]
+        said = [process.communicate(timeout=PATIENCE) for process in processes]
         lines = [[line for line in out.splitlines() if line.startswith("loss")] for out, _ in said]
         assert lines[0] == lines[1] and len(lines[0]) == 3, said
         return lines[0], said[0][1]

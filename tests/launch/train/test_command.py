@@ -22,6 +22,7 @@ from dhelix.launch.train.command import say_resumed
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.runtime.profiling.traces import traced_modules
+from dhelix.tests.machine import PATIENCE
 
 SMALL = ("--layers=2", "--seq=16", "--mesh=dp=2,tp=4", "--microbatches=2", "--steps=4", f"--data={__file__}")
 
@@ -189,7 +190,7 @@ def test_two_processes_train_as_one(capsys: pytest.CaptureFixture[str]) -> None:
         subprocess.Popen([*command, f"--process_id={i}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for i in range(2)
     ]
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     # Gloo, which connects CPU devices, writes lines of its own to stdout.
     results = [output.decode().partition("{\n") for output, _ in outputs]

@@ -4,6 +4,7 @@ import time
 
 from dhelix.passes.evaluation.fusion_form import Form, form_of
 from dhelix.passes.hlo import HloModule
+from dhelix.tests.machine import slowness
 
 SCALE = """
   x = f32[2048,4096]{1,0} parameter(0)
@@ -179,4 +180,4 @@ def test_deep_fusions_are_read_in_no_time() -> None:
     lines[-1] = f"ROOT {lines[-1]}"
     started = time.process_time()
     assert form("\n".join(lines)).sizes == (64,)
-    assert time.process_time() - started < 2.0
+    assert time.process_time() - started < 2.0 * slowness()

@@ -10,6 +10,7 @@ import pytest
 
 from dhelix.passes.hlo import Builder, Computation, HloModule, graph, verify
 from dhelix.passes.hlo.edit import copy_computation, drop_dead, inline_calls
+from dhelix.tests.machine import slowness
 from dhelix.tests.passes.hlo.modules import VECTOR, base
 from dhelix.tests.quick import slow_but
 
@@ -89,7 +90,7 @@ def test_parsing_verifying_and_writing_a_large_module(make: Callable[[], HloModu
     assert HloModule.from_bytes(source).instruction_count >= 50_000
     start = time.process_time()
     read_check_write(source)
-    assert time.process_time() - start < 4
+    assert time.process_time() - start < 4 * slowness()
 
 
 def grows(make: Callable[[int], HloModule], action: Callable[[HloModule], object], size: int) -> float:
@@ -128,5 +129,5 @@ def test_edits_are_linear(edit: str) -> None:
 
 def test_inlining_five_thousand_calls() -> None:
     module = many_computations(5_000, 4)
-    assert seconds(lambda: inline_calls(module.entry)) < 2
+    assert seconds(lambda: inline_calls(module.entry)) < 2 * slowness()
     assert len(module.clone().computations) == 1

@@ -18,6 +18,7 @@ from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, Limit
 from dhelix.profiles.hardware import H200, H200_NO_P2P
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Section, Timing
+from dhelix.tests.machine import slowness
 from dhelix.tests.passes import golden
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs, runs_rightly
 
@@ -170,4 +171,4 @@ def test_many_instructions_take_seconds() -> None:
     memory = Memory(module)
     begin = time.process_time()
     list_order(module.entry, sequence, costs, Limits(H200, memory.peak(module.entry, sequence), memory))
-    assert time.process_time() - begin < 10.0
+    assert time.process_time() - begin < 10.0 * slowness()

@@ -14,6 +14,7 @@ from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.strand_pairing import plan_body
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200
+from dhelix.tests.machine import slowness
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, runs_rightly
 
 US = 1e-6
@@ -125,4 +126,4 @@ def test_time_grows_with_instructions() -> None:
         plan_body(module.entry, module.schedule[module.entry], costs, limits)
         seconds.append(time.process_time() - begin)
     assert seconds[1] < 4.0 * seconds[0]
-    assert seconds[1] < 8.0
+    assert seconds[1] < 8.0 * slowness()

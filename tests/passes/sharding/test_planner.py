@@ -9,6 +9,7 @@ import pytest
 from dhelix.passes.sharding.factors import Factor, ShardingError, admissible
 from dhelix.passes.sharding.planner import OBJECTIVES, TIE, baselines, evaluate, plan
 from dhelix.passes.sharding.sizes import Batch
+from dhelix.tests.machine import slowness
 from dhelix.tests.passes.sharding.models import LLAMA_7B, LLAMA_30B, TIMES, job
 
 MESH = Factor(8, 4)
@@ -39,7 +40,7 @@ def test_less_memory_shards_more() -> None:
 def test_thirty_billion_parameters_on_1024_gpus_take_less_than_two_seconds() -> None:
     begin = time.perf_counter()
     planned = plan(job(LLAMA_30B, Batch(recompute=True)), Factor(8, 128), TIMES, LIMIT)
-    assert time.perf_counter() - begin < 2.0
+    assert time.perf_counter() - begin < 2.0 * slowness()
     assert len(planned.candidates) + len(planned.rejected) == len(list(admissible(Factor(8, 128)))) == 121
     assert planned.best.memory.total <= LIMIT
 

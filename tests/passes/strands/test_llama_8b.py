@@ -15,6 +15,7 @@ from dhelix.passes.framework.report import CHANGED, StageReport
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler.lowering import hlo_bytes
 from dhelix.runtime.step.pass_lists import default_passes
+from dhelix.tests.machine import slowness
 
 LAYERS, MICROBATCHES, SECONDS = 8, 16, 2.0
 
@@ -37,7 +38,7 @@ def _report(scan_layers: bool) -> tuple[HloModule, StageReport, float]:
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "unrolled"])
 def test_all_passes_together_take_less_than_two_seconds(scan_layers: bool) -> None:
     _, report, seconds = _report(scan_layers)
-    assert seconds < SECONDS, [(entry.name, entry.seconds) for entry in report.passes]
+    assert seconds < SECONDS * slowness(), [(entry.name, entry.seconds) for entry in report.passes]
 
 
 def test_every_pass_has_its_effect() -> None:

@@ -23,6 +23,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import lowering, registration
 from dhelix.runtime.compiler.registration import Session
 from dhelix.runtime.processes.this_machine import free_port
+from dhelix.tests.machine import PATIENCE
 
 CALLS: list[str] = []
 
@@ -73,7 +74,7 @@ def in_process(script: str, *arguments: str, **environment: str) -> str:
     """The last line that another process prints."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-c", script, *arguments]
-    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.splitlines()[-1]
 
