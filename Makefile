@@ -10,6 +10,7 @@ VENV := .venv
 INSTALL := requirements/install.sh $(VENV) requirements/run.txt requirements/compile.txt
 
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE # many processes start, and each would compile all modules again
 
 .PHONY: demo test test-slow lint docs venv clean
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="K/N: run only each N-th of the slow tests, those of part K")
+    parser.addoption("--until", type=float, help="seconds since 1970: skip the slow tests that are left then")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,6 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     other = [i for i in items if i.get_closest_marker("slow") and zlib.crc32(i.nodeid.encode()) % parts != part % parts]
     config.hook.pytest_deselected(items=other)
     items[:] = [item for item in items if item not in set(other)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.option.until
+    if until is not None and item.get_closest_marker("slow") and time.time() > until:
+        pytest.skip("no time was left")
 
 
 def pytest_collection_finish() -> None:
