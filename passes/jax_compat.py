@@ -11,9 +11,6 @@ import functools
 import inspect
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,17 +28,25 @@ from jaxlib import _hlo, _jax, xla_client  # pyright: ignore[reportAttributeAcce
 from dhelix.errors import DhelixError
 
 _UNREADABLE = re.compile(r"( all-reduce-start\(.*?), output_to_operand_aliasing=\{\{.*?\)\}")
-_NO_HLO = 3  # exit status of _PARSE: the text does not parse; stdout holds the reason
-_PARSE = f"""
-import sys
+TEXT_PARSER = """
+import resource, struct, sys
+limit = int(sys.argv[1])
 from jaxlib import _hlo
-try:
-    result = _hlo.hlo_module_from_text(sys.stdin.buffer.read().decode()).as_serialized_hlo_module_proto()
-except Exception as error:
-    sys.stdout.write(str(error))
-    sys.exit({_NO_HLO})
-sys.stdout.buffer.write(result)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+read, write = sys.stdin.buffer, sys.stdout.buffer
+while header := read.read(8):
+    text = read.read(struct.unpack("<Q", header)[0])
+    try:
+        status, answer = 0, _hlo.hlo_module_from_text(text.decode()).as_serialized_hlo_module_proto()
+    except MemoryError:
+        raise
+    except Exception as error:
+        status, answer = 1, str(error).encode(errors="replace")
+    write.write(struct.pack("<BQ", status, len(answer)) + answer)
+    write.flush()
 """
+"""A program that parses HLO texts, one after the other; see launch/inspect/parser_process.py, which runs it."""
 
 
 def parse_hlo_text(text: str) -> bytes:
@@ -50,44 +55,13 @@ def parse_hlo_text(text: str) -> bytes:
     Raises DhelixError with the start of XLA's message if the text does not parse.
     """
     try:
-        return _hlo.hlo_module_from_text(_readable(text)).as_serialized_hlo_module_proto()
+        return _hlo.hlo_module_from_text(readable(text)).as_serialized_hlo_module_proto()
     except Exception as error:  # XlaRuntimeError, whose module differs between jaxlib versions
         message = " ".join(str(error).split())
         raise DhelixError(f"not HLO text that this jaxlib reads: {message[:300]}") from None
 
 
-def parse_foreign_hlo_text(text: str) -> bytes:
-    """Like `parse_hlo_text`, for text that another program wrote, or that was edited.
-
-    On some malformed text, XLA's parser aborts its process. An example is a parameter number that is out of range. So
-    the parser runs in a child process.
-
-    Raises:
-      DhelixError: the text does not parse; holds XLA's full message.
-      ParserStopped: XLA's parser aborted its process.
-    """
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _PARSE],
-        input=_readable(text).encode(),
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    if done.returncode == 0:
-        return done.stdout
-    if done.returncode == _NO_HLO:
-        raise DhelixError(done.stdout.decode(errors="replace"))
-    said = done.stderr.decode(errors="replace")
-    found = re.search(r"RET_CHECK failure \(\S+\) (.*)|Check failed: (.*)", said)
-    end = signal.strsignal(-done.returncode) if done.returncode < 0 else f"exit status {done.returncode}"
-    raise ParserStopped(next(filter(None, found.groups())).strip() if found else str(end))
-
-
-class ParserStopped(DhelixError):
-    """XLA's parser aborted its process. The message is the reason that XLA printed, or else how the process ended."""
-
-
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
     """The HLO text without `output_to_operand_aliasing` of all-reduce-starts.
 
     XLA prints this attribute, but XLA's parser rejects it. The program means the same without it.

@@ -4,6 +4,7 @@ Both live in one process. With `JAX_PLATFORMS=cpu,cuda` the CPU devices are the 
 does no harm. The variables must be set before jax is imported, so they stand at the top of this file.
 """
 
+import datetime
 import gc
 import importlib.util
 import os
@@ -40,6 +41,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
+UNTIL = "DHELIX_TESTS_UNTIL"  # seconds since 1970
 LAYERS = ("passes", "profiles", "runtime", "models", "launch")
 
 # Every run uses the same examples, so a failure in CI can be reproduced. Compilation would exceed any deadline.
@@ -62,24 +64,39 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="K/N: run only each N-th of the slow tests, those of part K")
-    parser.addoption("--until", type=float, help="seconds since 1970: skip the slow tests that are left then")
+    parser.addoption("--minutes", type=float, help="skip the tests that are left after so many minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers inherit the variable, so all stop at the same time."""
+    if config.option.minutes is not None:
+        os.environ.setdefault(UNTIL, str(time.time() + 60 * config.option.minutes))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the slow tests of other parts. A test's part follows from its name, so each test is in one part."""
-    if config.option.part is None:
-        return
-    part, parts = map(int, config.option.part.split("/"))
-    other = [i for i in items if i.get_closest_marker("slow") and zlib.crc32(i.nodeid.encode()) % parts != part % parts]
-    config.hook.pytest_deselected(items=other)
-    items[:] = [item for item in items if item not in set(other)]
+    """Leaves out the slow tests of other parts. A test's part follows from its name, so each test is in one part.
+
+    If the time is limited, the smoke tests come first, and then other files each day. So a machine that is too slow to
+    run all tests runs all of them within some days.
+    """
+    if config.option.part is not None:
+        part, parts = map(int, config.option.part.split("/"))
+        other = [i for i in items if i.get_closest_marker("slow") and _number(i.nodeid) % parts != part % parts]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if item not in set(other)]
+    if config.option.minutes is not None:
+        day = str(datetime.date.today())
+        items.sort(key=lambda item: (item.get_closest_marker("smoke") is None, _number(f"{day} {item.path}")))
+
+
+def _number(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    until = item.config.option.until
-    if until is not None and item.get_closest_marker("slow") and time.time() > until:
-        pytest.skip("no time was left")
+    if UNTIL in os.environ and time.time() > float(os.environ[UNTIL]):
+        pytest.skip(f"the {item.config.option.minutes:g} minutes of --minutes were over")
 
 
 def pytest_collection_finish() -> None:

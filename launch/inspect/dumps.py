@@ -14,7 +14,7 @@ import codecs
 import gzip
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from jaxlib import version
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import hlo_text, repairs
+from dhelix.launch.inspect.parser_process import ParserStopped
 from dhelix.passes.hlo import HloModule, HloVerifyError, verify
-from dhelix.passes.jax_compat import ParserStopped
 
 _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Dump:
-    """A scheduled and verified module, its file, and remarks for the user on how the file was read."""
+    """A verified module, its file, and remarks for the user on how the file was read."""
 
     file: Path
     module: HloModule
@@ -74,16 +74,25 @@ def read(path: str | Path) -> Dump:
     Raises:
       DhelixError: the path has no readable HLO, or the module is not scheduled or not valid.
     """
-    file = find_module(path)
+    found = read_file(find_module(path))
+    if not found.module.is_scheduled:
+        raise DhelixError(f"{found.file} is not scheduled, but estimates need a schedule; {_scheduled(found.file)}")
+    if Path(path).is_dir():
+        found = replace(found, notes=(f"{found.file.name} is the largest module of {path}", *found.notes))
+    return found
+
+
+def read_file(file: Path) -> Dump:
+    """Reads the module of a file, with or without a schedule.
+
+    Raises:
+      DhelixError: the file has no readable HLO, or the module is not valid.
+    """
     module, notes = _read(file)
-    if not module.is_scheduled:
-        raise DhelixError(f"{file} is not scheduled, but estimates need a schedule; {_scheduled(file)}")
     try:
         verify(module)
     except HloVerifyError as error:
         raise DhelixError(f"{file} is not a valid module: {error}; dump or copy it again") from None
-    if Path(path).is_dir():
-        notes.insert(0, f"{file.name} is the largest module of {path}")
     return Dump(file, module, tuple(notes))
 
 

@@ -1,6 +1,7 @@
 """Finds HLO modules in a text, which may be a dump, a log that contains modules, or several dumps in one file.
 
 A module begins with an `HloModule` line. It ends with its entry computation, because callees come before callers.
+Computations without this line, as people copy them out of a dump, are read as one module.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ _BRACES = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|//[^\n]*|[{}]', re.DOTALL)
 _THREAD = re.compile(r'[ \t]*,[ \t]*execution_thread="[^"\n]*"')
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _RECOVERY = re.compile(r",\s*origin_recovery_table=\{\n.*?\n\}", re.DOTALL)  # holds modules that never run
+_COMPUTATION = re.compile(
+    r"^[ \t]*(?:ENTRY[ \t]+)?%?[\w.\-]+[ \t]*(?:\([^\n]*\)[ \t]*->[^\n]*)?\{[ \t]*\n"  # name {, name (...) -> f32[8] {
+    r"\s*(?:ROOT[ \t]+)?%?[\w.\-]+ = (?:\w+\[|\()",  # p = f32[8], or a tuple
+    re.MULTILINE,
+)
+FRAGMENT = "HloModule fragment "
 _LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [^\]\n]*\] ", re.MULTILINE)
 _MLIR = re.compile(r"^\s*(?:#\w+ = |module\b.*\{|func\.func |.*\bstablehlo\.)", re.MULTILINE)
 
@@ -53,6 +60,8 @@ def find_modules(text: str) -> list[ModuleText]:
     text = _RECOVERY.sub(lambda table: "\n" * table[0].count("\n"), text)
     if not _START.search(text):
         text = _LOG_PREFIX.sub("", text)
+    if not _START.search(text):
+        text = _COMPUTATION.sub(lambda first: FRAGMENT + first[0], text, count=1)
     starts = list(_START.finditer(text))
     if not starts:
         raise DhelixError(_what_else(text))
@@ -71,6 +80,8 @@ def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
     """
     best = max(modules, key=lambda m: (m.is_whole, m.is_scheduled, len(m.text)))
     notes = []
+    if best.text.startswith(FRAGMENT):
+        notes.append("the text has no HloModule line: its computations are read as one module, on one device")
     if len(modules) > 1:
         others = [f"{m.name} (line {m.line})" for m in modules if m is not best]
         others = others if len(others) < 4 else [*others[:3], f"{len(others) - 3} more"]

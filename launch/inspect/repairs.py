@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError
-from dhelix.passes import jax_compat
+from dhelix.launch.inspect.parser_process import PARSER, ParserStopped
 from dhelix.passes.hlo import HloModule, Instruction, schema
 
 _SPELLINGS = (
@@ -60,8 +60,8 @@ def read(text: str) -> Repaired:
     rounds = 0
     while True:
         try:
-            source = jax_compat.parse_foreign_hlo_text(text)
-        except jax_compat.ParserStopped:
+            source = PARSER.parse(text)
+        except ParserStopped:
             raise
         except DhelixError as error:
             shorter, attribute = _without_refused(text, str(error))

@@ -4,7 +4,8 @@ A trip count is *proved* if it follows from constants; it is never guessed. `Whi
 loop state that the loop condition depends on. From the constant initial values of this part, it computes the values in
 each iteration, with XLA's integer semantics. These values are the loop's *proved counters*. This covers any counter
 that `lax.scan`, `fori_loop` or `while_loop` makes from constants, up or down, with any step. A loop whose condition
-depends on anything else has no proved trip count.
+depends on anything else has no proved trip count. Where the body adds a constant to a counter that is compared with a
+constant, `trip_count` divides. So it is known for loops of any length.
 """
 
 from collections.abc import Iterable, Mapping
@@ -118,8 +119,30 @@ class WhileLoop:
     @cached_property
     def trip_count(self) -> int | None:
         """How often the body runs; None if the number does not follow from constants."""
-        counters = self.counters
-        return None if counters is None else len(counters)
+        counted = self._divided()
+        if counted is not None:
+            return counted
+        return None if self.counters is None else len(self.counters)
+
+    def _divided(self) -> int | None:
+        """The trip count of a counter with a constant step and a constant limit; None if the loop is not like this."""
+        index = self.induction_index
+        test = _operation(self.condition.root)
+        if index is None or test is None or test[0].opcode != "compare":
+            return None
+        change = _operation(self.body.root.operands[index])
+        try:
+            state = {k: self._initial_value(k) for k in sorted(self.deciding_indices)}
+            fixed = {k: value for k, value in state.items() if k != index}
+            limit, direction = _compared(test, index, fixed)
+            step = _added(change, index, fixed)
+        except Unknown:
+            return None
+        count = _trips(state[index], step, limit, direction)
+        if count is None:
+            return None
+        last, kind = state[index] + count * step, self.instruction.shape.tuple_shapes[index].element_type
+        return count if _wrap(last, kind) == last else None
 
     @cached_property
     def counters(self) -> list[dict[int, int]] | None:
@@ -192,6 +215,60 @@ def _indices_read(values: Iterable[Instruction]) -> set[int]:
             if _reads_parameter(top):
                 found.add(top.tuple_index)
     return found
+
+
+_COPIES = ("copy", "reshape", "bitcast")
+
+
+def _operation(value: Instruction) -> tuple[Instruction, list[Instruction]] | None:
+    """The operation that makes a value, and its operands. It may be the only one of a call or a fusion."""
+    while value.opcode in _COPIES:
+        value = value.operands[0]
+    if value.opcode not in ("call", "fusion"):
+        return value, value.operands
+    callee = value.called[0]
+    if not all(operand.opcode == "parameter" for operand in callee.root.operands):
+        return None
+    return callee.root, [value.operands[operand.proto.parameter_number] for operand in callee.root.operands]
+
+
+def _is_counter(value: Instruction, index: int) -> bool:
+    while value.opcode in _COPIES:
+        value = value.operands[0]
+    return _reads_parameter(value) and value.tuple_index == index
+
+
+def _compared(test: tuple[Instruction, list[Instruction]], index: int, fixed: Mapping[int, int]) -> tuple[int, str]:
+    """What the counter is compared with, and the direction of the comparison with the counter on the left."""
+    comparison, (left, right) = test
+    direction = comparison.proto.comparison_direction
+    if _is_counter(left, index):
+        return evaluate(right, fixed), direction
+    if _is_counter(right, index):
+        return evaluate(left, fixed), {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    raise Unknown
+
+
+def _added(change: tuple[Instruction, list[Instruction]] | None, index: int, fixed: Mapping[int, int]) -> int:
+    """What the body adds to the counter."""
+    if change is None or change[0].opcode not in ("add", "subtract"):
+        raise Unknown
+    left, right = change[1]
+    if _is_counter(left, index):
+        return evaluate(right, fixed) * (1 if change[0].opcode == "add" else -1)
+    if _is_counter(right, index) and change[0].opcode == "add":
+        return evaluate(left, fixed)
+    raise Unknown
+
+
+def _trips(start: int, step: int, limit: int, direction: str) -> int | None:
+    """How often a loop runs whose counter moves from `start` by `step` while it compares so with `limit`."""
+    if not _COMPARE[direction](start, limit):
+        return 0
+    way = limit - start + {"LE": 1, "GE": -1}.get(direction, 0)
+    if direction == "EQ" or way * step <= 0 or (direction == "NE" and way % step):
+        return 1 if direction == "EQ" and step else None
+    return -(-abs(way) // abs(step))
 
 
 def _reads_parameter(instruction: Instruction) -> bool:

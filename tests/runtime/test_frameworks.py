@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.steps import STEPS, batch, squared_error, weights
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", slow_after(1, STEPS))
 def test_three_steps_of_training(name: str) -> None:
     step, state, batch = STEPS[name]()
     plain = jax.jit(step)

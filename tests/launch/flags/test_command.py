@@ -17,6 +17,7 @@ from dhelix.profiles.launching import effects
 from dhelix.profiles.launching.reasons import REASONS
 from dhelix.profiles.profile import FASTEST, SETTINGS
 from dhelix.runtime.processes import launch_settings
+from dhelix.tests.quick import slow_after
 
 SYMMETRIC = "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"
 
@@ -59,17 +60,25 @@ def test_reasons_and_measured_effects_are_shown(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     ("environment", "link", "said"),
-    [
-        ({}, "nvlink", []),
-        ({"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "nvlink", []),
-        ({"NCCL_CTA_POLICY": "2"}, "nvlink", ["NCCL_CTA_POLICY=2: copy engines need --xla_gpu_exp"]),
-        ({"XLA_FLAGS": SYMMETRIC}, "nvlink", [f"{SYMMETRIC}: symmetric memory alone gains nothing"]),
-        ({"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "no-p2p", ["NCCL_CTA_POLICY=2: copy engines need peer-to"]),
-        ({"NCCL_BUFFSIZE": "262144"}, "nvlink", ["NCCL_BUFFSIZE=262144: small buffers are for links"]),
-        ({"NCCL_BUFFSIZE": "262144"}, "no-p2p", []),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "nvlink", ["CUDA_LAUNCH_BLOCKING=1: nothing runs at once"]),
-        ({"CUDA_LAUNCH_BLOCKING": "0"}, "nvlink", []),
-    ],
+    slow_after(
+        3,
+        [
+            ({}, "nvlink", []),
+            ({"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC}, "nvlink", []),
+            ({"NCCL_CTA_POLICY": "2"}, "nvlink", ["NCCL_CTA_POLICY=2: copy engines need --xla_gpu_exp"]),
+            ({"XLA_FLAGS": SYMMETRIC}, "nvlink", [f"{SYMMETRIC}: symmetric memory alone gains nothing"]),
+            (
+                {"NCCL_CTA_POLICY": "2", "XLA_FLAGS": SYMMETRIC},
+                "no-p2p",
+                ["NCCL_CTA_POLICY=2: copy engines need peer-to"],
+            ),
+            ({"NCCL_BUFFSIZE": "262144"}, "nvlink", ["NCCL_BUFFSIZE=262144: small buffers are for links"]),
+            ({"NCCL_BUFFSIZE": "262144"}, "no-p2p", []),
+            ({"CUDA_LAUNCH_BLOCKING": "1"}, "nvlink", ["CUDA_LAUNCH_BLOCKING=1: nothing runs at once"]),
+            ({"CUDA_LAUNCH_BLOCKING": "0"}, "nvlink", []),
+        ],
+        several=True,
+    ),
 )
 def test_harmful_values_are_said(environment: Mapping[str, str], link: str, said: list[str]) -> None:
     found = checks.check(environment, link)

@@ -8,7 +8,6 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import repairs
-from dhelix.passes import jax_compat
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.tests.machine import slowness
 
@@ -118,17 +117,3 @@ def test_what_cannot_be_repaired_keeps_xlas_message(made: str, message: str) -> 
 def test_text_that_ends_xlas_process_leaves_ours(made: str) -> None:
     with pytest.raises(DhelixError):
         repairs.read(made)
-
-
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [
-        ("print('F0000 a.cc:1] Check failed: number < count ', file=sys.stderr); os.abort()", "^number < count$"),
-        ("os.kill(os.getpid(), 11)", "^Segmentation fault$"),
-        ("sys.exit(9)", "^exit status 9$"),
-    ],
-)
-def test_the_last_word_of_a_parser_that_stops(end: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_compat, "_PARSE", f"import os, sys\n{end}")
-    with pytest.raises(jax_compat.ParserStopped, match=message):
-        repairs.read(text())

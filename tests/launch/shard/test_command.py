@@ -255,6 +255,7 @@ def test_sizes_of_every_preset(name: str) -> None:
     assert compute_of(A800, sizes, 0.5).flops == 0.5 * A800.peak_flops
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_a_plan_for_the_step_of_train(shard: Shard, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"

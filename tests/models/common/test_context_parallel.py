@@ -233,6 +233,7 @@ def test_a_scanned_ring_is_a_program_that_does_not_grow() -> None:
 # ---- segments
 
 
+@pytest.mark.slow
 def test_a_row_of_two_documents_has_the_loss_of_both_alone() -> None:
     params = model.init_params(LLAMA, jax.random.key(0))
     tokens = np.random.default_rng(2).integers(0, LLAMA.vocab, (1, 17)).astype(np.int32)

@@ -99,6 +99,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(CASES[1:3], CASES), ids=str)
 def test_any_mesh_trains_as_one_device(case: tuple[str, dict[str, Any]]) -> None:
     name, mesh = case

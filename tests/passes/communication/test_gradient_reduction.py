@@ -22,6 +22,7 @@ from dhelix.passes.hlo.edit import inline_calls
 from dhelix.runtime.compiler import lowering
 from dhelix.runtime.step.pass_lists import default_passes, strand_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.tests.quick import slow_after
 
 LAYERS, WIDTH = 4, 16
 ANY = GradientReduction(least=0)
@@ -60,13 +61,16 @@ def reduced(program: jax.stages.Lowered, one: GradientReduction = ANY) -> tuple[
 
 @pytest.mark.parametrize(
     "reduce",
-    [
-        mean,
-        lambda g: lax.psum(g, "dp"),
-        lambda g: lax.pmax(2.0 - g, "dp"),
-        lambda g: lax.psum(g * lax.axis_index("other").astype(g.dtype), "dp"),  # the factor is not a constant
-        lambda g: lax.psum(g, ("dp", "other")),
-    ],
+    slow_after(
+        3,
+        [
+            mean,
+            lambda g: lax.psum(g, "dp"),
+            lambda g: lax.pmax(2.0 - g, "dp"),
+            lambda g: lax.psum(g * lax.axis_index("other").astype(g.dtype), "dp"),  # the factor is not a constant
+            lambda g: lax.psum(g, ("dp", "other")),
+        ],
+    ),
     ids=["mean", "sum", "maximum", "weighted", "two axes"],
 )
 @pytest.mark.parametrize("layers", [2, LAYERS])

@@ -41,7 +41,7 @@ from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes import programs
 from dhelix.tests.passes.interpreter import interpret
 from dhelix.tests.passes.programs import Program
-from dhelix.tests.quick import slow_but
+from dhelix.tests.quick import slow_after, slow_but
 
 EXAMPLES = 14  # different programs per family, at least
 EXAMPLES_OTHER = 8  # of all families, each with every pairing other than forward-backward
@@ -221,7 +221,7 @@ FOUND = (
 )
 
 
-@pytest.mark.parametrize("program", FOUND, ids=repr)
+@pytest.mark.parametrize("program", slow_after(6, FOUND), ids=repr)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_found_before(pairing: str, program: Program) -> None:
     assert "strand-duplication" in check(Plain(program), pairing).changed

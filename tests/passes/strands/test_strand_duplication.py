@@ -7,7 +7,7 @@ from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import WhileLoop
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.tests.passes import golden
-from dhelix.tests.quick import slow_but
+from dhelix.tests.quick import slow_after, slow_but
 
 SCAN = "strand_duplication/scan_over_layers.hlo"
 UNEQUAL = "strand_duplication/unequal_trip_counts.hlo"
@@ -141,7 +141,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("case", UNUSUAL)
+@pytest.mark.parametrize("case", slow_after(3, UNUSUAL))
 def test_results_are_the_same(case: str) -> None:
     text = golden.read(SCAN, UNUSUAL[case])
     before, after, _ = golden.run(text, StrandDuplication())

@@ -20,6 +20,7 @@ from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import all_gather_matmul as kernel
 from dhelix.runtime.collective_matmul.kernels.gathered_rows import GatheredGemm, Transfer
 from dhelix.runtime.compiler import deviceless
+from dhelix.tests.quick import slow_after
 
 deviceless.prepare_environment()
 
@@ -32,7 +33,7 @@ def plan(rows=4096, columns=1536, depth=4096, devices=4, tiles=TILES, transfer=N
     return GatheredGemm(kernel._gemm(site, tiles), transfer or Transfer(), devices)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", slow_after(2, [2, 4, 8]))
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_each_tile_of_the_result_comes_once_own_rows_first(devices, group):
     it = plan(devices=devices, tiles=Tiles(128, 256, 64, 4, "M", group))
@@ -66,7 +67,7 @@ TRANSFERS = [
 ]
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", slow_after(2, [2, 4]))
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_pieces_cover_all_rows_and_fill_each_counter(transfer, devices):
     it = plan(rows=1024 * devices, depth=1024, devices=devices, transfer=transfer)

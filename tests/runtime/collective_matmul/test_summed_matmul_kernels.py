@@ -19,7 +19,7 @@ from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import matmul_all_reduce, matmul_reduce_scatter
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 from dhelix.runtime.compiler import deviceless
-from dhelix.tests.quick import slow_but
+from dhelix.tests.quick import slow_after, slow_but
 
 deviceless.prepare_environment()
 
@@ -58,7 +58,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}")
+@pytest.mark.parametrize(
+    "it", slow_after(1, PLANS), ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}"
+)
 def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(it: SummedGemm):
     assert it.refusal() is None
     rows, columns = it.gemm.m // it.gemm.cluster_rows, it.gemm.column_tiles
@@ -76,7 +78,7 @@ def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(i
         assert when[it.devices - 1, tile] > max(when[turn, tile] for turn in range(it.devices - 1))
 
 
-@pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices}")
+@pytest.mark.parametrize("it", slow_after(1, PLANS), ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices}")
 def test_sender_and_owner_agree_where_a_tile_lies(it: SummedGemm):
     sent, owned = {}, {}
     for me in range(it.devices):
@@ -100,7 +102,7 @@ def test_every_peer_gets_a_part_that_is_sent_behind_the_meeting(it: SummedGemm):
     assert waited >= set(range(own))
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", slow_after(1, [2, 4, 8]))
 def test_parts_have_a_round_of_tiles_to_arrive_and_no_cluster_has_but_own_ones(devices):
     it = plan("matmul_reduce_scatter", 16384, 16384, devices, dataclasses.replace(TILES, sms=40))
     order = jobs(it, 1)
@@ -144,16 +146,20 @@ def test_one_shot_has_every_tile_for_everybody():
 
 @pytest.mark.parametrize(
     "rows, depth, columns, splits",
-    [
-        (64, 14336, 2048, 4),
-        (64, 2048, 2048, 1),  # not deep enough
-        (64, 7168, 4096, 2),
-        (64, 64 * 111, 4096, 1),  # an odd number of steps
-        (64, 7168, 8192, 1),  # 64 blocks already use the full memory bandwidth
-        (64, 14336, 8192, 2),
-        (128, 14336, 8192, 1),  # a tile for each SM
-        (16, 14336, 8192, 2),
-    ],
+    slow_after(
+        1,
+        [
+            (64, 14336, 2048, 4),
+            (64, 2048, 2048, 1),  # not deep enough
+            (64, 7168, 4096, 2),
+            (64, 64 * 111, 4096, 1),  # an odd number of steps
+            (64, 7168, 8192, 1),  # 64 blocks already use the full memory bandwidth
+            (64, 14336, 8192, 2),
+            (128, 14336, 8192, 1),  # a tile for each SM
+            (16, 14336, 8192, 2),
+        ],
+        several=True,
+    ),
 )
 def test_contractions_are_split_where_tiles_leave_sms_without_work(rows, depth, columns, splits):
     it = plan("matmul_all_reduce", rows, columns, 2, None, depth)

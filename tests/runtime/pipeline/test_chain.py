@@ -11,6 +11,7 @@ from jax import lax
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.chain import Chain, take_apart, trace
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.pipeline.models import HIDDEN, WIDTH, init_params, layer, loss, nll, tokens
 
 LAYERS, ROWS = 3, 2
@@ -111,18 +112,21 @@ def with_a_frozen_weight(p: Any, rows: Any) -> Any:
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [
-        loss,
-        twice_jitted,
-        with_metrics,
-        with_mask,
-        with_counter,
-        with_embedding_at_the_head,
-        with_head_in_pieces,
-        with_bfloat16_layers,
-        with_halves_of_a_weight,
-        with_a_frozen_weight,
-    ],
+    slow_after(
+        1,
+        [
+            loss,
+            twice_jitted,
+            with_metrics,
+            with_mask,
+            with_counter,
+            with_embedding_at_the_head,
+            with_head_in_pieces,
+            with_bfloat16_layers,
+            with_halves_of_a_weight,
+            with_a_frozen_weight,
+        ],
+    ),
 )
 def test_parts_make_up_the_loss(loss_fn: Loss) -> None:
     chain = chain_of(loss_fn)

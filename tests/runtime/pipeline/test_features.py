@@ -251,6 +251,7 @@ def test_a_shard_map_inside_of_a_layer(schedule: str) -> None:
     assert_close((value, unfolded(gradients, fold.layout())), expected)
 
 
+@pytest.mark.slow
 def test_stages_that_must_meet_in_a_layer_do() -> None:
     """The layer takes a part of a split axis, so XLA's partitioner sends rows by a collective-permute. CPU devices of
     all stages wait for it, but some stages have no work in a tick of 1F1B.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dhelix.profiles.files import storage
 from dhelix.profiles.profile import Profile, Provenance
 from dhelix.tests.runtime import job
@@ -42,6 +44,7 @@ print(json.dumps(outcomes))
 """
 
 
+@pytest.mark.slow
 def test_processes_of_a_job(tmp_path: Path) -> None:
     known = Profile("H200", "nvlink", (Provenance("NVIDIA H200", 8, machine="of long ago"),))
     for process in ("0", "1"):

@@ -27,6 +27,7 @@ from dhelix.runtime.profiling.operator_bases import (
     compile_bases,
     main_operator,
 )
+from dhelix.tests.quick import slow_after
 
 ALL = tuple(base for sizes in SIZES.values() for base in bases(sizes))
 SMALL = dataclasses.replace(LLAMA_8B, name="small", hidden=256, ffn=512, heads=8, kv_heads=4, head_dim=64, seq=128)
@@ -72,15 +73,19 @@ def test_libraries_do_products_and_attention(compiled: CompiledBases, name: str,
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("name", "flops"),
-    [
-        ("llama-8b gemm", 2 * 8192 * 4096 * 3584),
-        ("llama-25b gemm", 2 * 8192 * 8192 * 7168),
-        ("llama-8b attention", 2 * 2 * 8 * 8192 * 8192 * 128 / 2),
-        ("llama-25b attention-backward", 2 * 5 * 16 * 8192 * 8192 * 128 / 2),
-        ("phi-moe grouped-gemm", 2 * 16384 * 4096 * 6400),
-        # masked: every row is multiplied with every expert of the GPU
-        ("phi-moe ragged-dot", 4 * 2 * 16384 * 4096 * 6400),
-    ],
+    slow_after(
+        1,
+        [
+            ("llama-8b gemm", 2 * 8192 * 4096 * 3584),
+            ("llama-25b gemm", 2 * 8192 * 8192 * 7168),
+            ("llama-8b attention", 2 * 2 * 8 * 8192 * 8192 * 128 / 2),
+            ("llama-25b attention-backward", 2 * 5 * 16 * 8192 * 8192 * 128 / 2),
+            ("phi-moe grouped-gemm", 2 * 16384 * 4096 * 6400),
+            # masked: every row is multiplied with every expert of the GPU
+            ("phi-moe ragged-dot", 4 * 2 * 16384 * 4096 * 6400),
+        ],
+        several=True,
+    ),
 )
 def test_operations(compiled: CompiledBases, name: str, flops: float) -> None:
     assert instruction_cost(operator(compiled, name), H200).flops == flops

@@ -15,6 +15,7 @@ from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
 from dhelix.runtime.sharding.parameter_groups import LeafPath, group_numbers, matches, paths_of
 from dhelix.runtime.sharding.placed_states import shard_state
 from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.sharding.training import Case, mesh
 
 
@@ -96,24 +97,34 @@ def test_arrays_are_placed_by_their_group() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "said"),
-    [
-        (
-            {"embeding": "dp"},
-            "group 'embeding' matches no path of a parameter: params/gain, params/head, ",
-        ),
-        ({"layers/*": "dp", "layers/up": "zero2"}, "the group 'layers/*' before it matches the same paths"),
-        ({"optimizer": "dp"}, "group 'optimizer' matches no path of a parameter: params/gain, "),
-        ({"count": "dp"}, "group 'count' matches no path of a parameter: params/gain, "),
-        ({"params": "dp"}, "the groups of the plan keep all parameters whole, and leave none that zero1 could split"),
-        ({"*": "dp"}, "the groups of the plan keep all parameters whole, and leave none that zero1 could split"),
-        ({"0": "dp"}, "group '0' begins with a number, which arguments of a step have as well"),
-        ({"mu": "zero2"}, "group 'mu' matches no path of a parameter: params/gain, "),
-        ({"head": "zero9"}, "group 'head': 'zero9' is neither a strategy (dp, zero1, "),
-        ({"/head": "dp"}, "group '/head' has no name"),
-        (["head"], "groups=['head'] maps no names to strategies"),
-        ({"odd": "zero1"}, "no array of group 'odd' has a dimension that divides into 8 shards (the largest is [3])"),
-        ({"head": Factors(Factor(4))}, "group 'head': the plan is for 4 data-parallel devices"),
-    ],
+    slow_after(
+        3,
+        [
+            (
+                {"embeding": "dp"},
+                "group 'embeding' matches no path of a parameter: params/gain, params/head, ",
+            ),
+            ({"layers/*": "dp", "layers/up": "zero2"}, "the group 'layers/*' before it matches the same paths"),
+            ({"optimizer": "dp"}, "group 'optimizer' matches no path of a parameter: params/gain, "),
+            ({"count": "dp"}, "group 'count' matches no path of a parameter: params/gain, "),
+            (
+                {"params": "dp"},
+                "the groups of the plan keep all parameters whole, and leave none that zero1 could split",
+            ),
+            ({"*": "dp"}, "the groups of the plan keep all parameters whole, and leave none that zero1 could split"),
+            ({"0": "dp"}, "group '0' begins with a number, which arguments of a step have as well"),
+            ({"mu": "zero2"}, "group 'mu' matches no path of a parameter: params/gain, "),
+            ({"head": "zero9"}, "group 'head': 'zero9' is neither a strategy (dp, zero1, "),
+            ({"/head": "dp"}, "group '/head' has no name"),
+            (["head"], "groups=['head'] maps no names to strategies"),
+            (
+                {"odd": "zero1"},
+                "no array of group 'odd' has a dimension that divides into 8 shards (the largest is [3])",
+            ),
+            ({"head": Factors(Factor(4))}, "group 'head': the plan is for 4 data-parallel devices"),
+        ],
+        several=True,
+    ),
 )
 def test_groups_that_cannot_be_are_one_error(groups: Any, said: str) -> None:
     with pytest.raises(ShardingError, match=re.escape(said)):

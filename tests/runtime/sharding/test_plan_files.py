@@ -37,6 +37,7 @@ def saved(folder: Path, section: ShardingPlan, **changes: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_step_runs_the_plan_file(tmp_path: Path) -> None:
     case = Case(mesh(dp=8), microbatches=2)
     step = strand_interleave(case.step, plan=saved(tmp_path, ZERO1), passes=every_size())

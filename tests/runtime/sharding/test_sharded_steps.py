@@ -105,6 +105,7 @@ COPIES = [("mics", 1, False)] + [(name, 4, False) for name in PARTIAL]
 COPIES += [("partial", 1, True)] + [(name, 4, True) for name in PARTIAL if name != "partial"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "microbatches", "manual"),
     [pytest.param(*one, marks=[pytest.mark.slow] * (one != ("mics", 1, False))) for one in COPIES],
@@ -126,6 +127,7 @@ def test_a_program_on_no_mesh_is_refused() -> None:
         sharded_program(lowered, "zero1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [("zero1", "zero3"), pytest.param("zero3", "dp", marks=pytest.mark.slow)],

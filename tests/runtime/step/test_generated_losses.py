@@ -23,6 +23,7 @@ from jax import lax
 
 from dhelix.runtime.step.microbatches.value_and_grad import microbatching, value_and_grad
 from dhelix.tests.passes.interpreter import interpret
+from dhelix.tests.quick import slow_after
 
 PROGRAMS = [12, pytest.param(30, marks=pytest.mark.slow)]  # different programs per family
 FAMILIES = {
@@ -353,7 +354,7 @@ def _parts(tree: Any) -> list[jax.Array]:
     return [part.astype(jnp.float32) for part in parts]
 
 
-@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("programs", slow_after(1, PROGRAMS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_jax_value_and_grad_of_the_whole_batch(family: str, programs: int) -> None:
     checked: set[Program] = set()

@@ -22,6 +22,7 @@ from dhelix.runtime.step import plain_step, specialization
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
 from dhelix.runtime.step.target import Target
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 
@@ -65,7 +66,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("broken", slow_after(3, BROKEN))
 def test_a_step_runs_all_the_same(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.step.verification import VerificationError, compare, tolerance
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.step.test_strand_interleave import Replace
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
@@ -49,19 +50,23 @@ def squared_rows(w: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("loss", "reduce", "message"),
-    [
-        (squared_error, "mean", None),
-        (squared_error, "sum", 'the loss is a mean over the rows, so use reduce="mean"'),
-        (lambda w, data: squared_error(w, data) * 128, "mean", None),
-        (
-            lambda w, data: squared_rows(w, data).sum(),
-            "mean",
-            'the loss is the sum over the rows, so use reduce="sum"',
-        ),
-        (lambda w, data: squared_rows(w, data).sum(), "sum", None),
-        (_masked, "mean", 'padding masks\\), use reduce="weighted"'),
-        (_masked, "weighted", None),
-    ],
+    slow_after(
+        1,
+        [
+            (squared_error, "mean", None),
+            (squared_error, "sum", 'the loss is a mean over the rows, so use reduce="mean"'),
+            (lambda w, data: squared_error(w, data) * 128, "mean", None),
+            (
+                lambda w, data: squared_rows(w, data).sum(),
+                "mean",
+                'the loss is the sum over the rows, so use reduce="sum"',
+            ),
+            (lambda w, data: squared_rows(w, data).sum(), "sum", None),
+            (_masked, "mean", 'padding masks\\), use reduce="weighted"'),
+            (_masked, "weighted", None),
+        ],
+        several=True,
+    ),
 )
 def test_reduction_that_does_not_fit_the_loss(loss: Any, reduce: Any, message: str | None) -> None:
     weigh = (lambda w, data: data["mask"].sum()) if reduce == "weighted" else None

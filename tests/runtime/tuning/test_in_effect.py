@@ -129,6 +129,7 @@ def test_settings_that_do_not_fit_leave_nccls_defaults(
     assert Communicator(plugin.install().path).ask(first.kind, first.bytes) == UNSET
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -188,6 +188,7 @@ def test_the_step_is_tuned_again_in_another_order(
     assert plan_files.load(out) == tuned.plan and nccl.tables[-1] == "" and arguments[0].is_deleted() is False
 
 
+@pytest.mark.slow
 def test_a_program_is_found_again_whatever_was_compiled_before_it(nccl: Nccl) -> None:
     keys = set()
     for _ in range(2):

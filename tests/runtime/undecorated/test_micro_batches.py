@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.passes import jax_compat
 from dhelix.runtime.undecorated.micro_batches import may_hold
+from dhelix.tests.quick import slow_after
 
 M, LAYERS, WIDTH = 3, 3, 8
 PARAMETERS = {name: jnp.ones((LAYERS, WIDTH, WIDTH)) for name in ("q", "k", "v", "out")}
@@ -82,7 +83,7 @@ def looked_at(step: Callable[..., Any], *arguments: Any) -> bool:
     return may_hold(jax_compat.debug_text(jax.jit(step).lower(*arguments)))
 
 
-@pytest.mark.parametrize("kinds", [c for n in range(4) for c in itertools.combinations(KINDS, n)])
+@pytest.mark.parametrize("kinds", slow_after(3, [c for n in range(4) for c in itertools.combinations(KINDS, n)]))
 def test_several_micro_batches_are_never_missed(kinds: tuple[str, ...]) -> None:
     take = gradients(*kinds)
     assert not looked_at(take, PARAMETERS, BATCHES[0])

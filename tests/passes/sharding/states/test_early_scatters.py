@@ -24,12 +24,13 @@ from dhelix.tests.passes.sharding.states.manual_steps import (
     whole_stacks,
 )
 from dhelix.tests.passes.sharding.states.programs import WIDTH
+from dhelix.tests.quick import slow_after
 
 ZERO2 = {"gradients": ("dp",)}
 SLOT = [1, WIDTH // 8, WIDTH]
 
 
-@pytest.mark.parametrize("spec", [P(None, "dp"), P(None, None, "dp")], ids=["rows", "columns"])
+@pytest.mark.parametrize("spec", slow_after(1, [P(None, "dp"), P(None, None, "dp")]), ids=["rows", "columns"])
 @pytest.mark.parametrize("gradients", [summed, at_once], ids=lambda g: g.__name__)
 def test_each_layer_is_reduce_scattered_in_each_micro_batch(gradients: Gradients, spec: P) -> None:
     before, given = program(gradients=gradients, spec=spec)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dhelix.runtime.step.frameworks.fixed_leaves import Fixed, fixed, free
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.step.frameworks.nnx_training import COUNT, LAYERS, ROWS, WIDTH, batch, mesh
 
 
@@ -92,6 +93,7 @@ def check_close(expected: Any, actual: Any, tolerance: float) -> None:
             assert want is got or want == got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filtered", [False, True])
 def test_own_loop(filtered: bool) -> None:
     function = step_of(own_loop)
@@ -192,7 +194,7 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], bool, Callable[[], tuple[Any, ...
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", slow_after(1, GRADIENTS))
 def test_gradients_are_those_of_filter_value_and_grad(name: str) -> None:
     function, has_aux, arguments = GRADIENTS[name]
     expected = eqx.filter_jit(eqx.filter_value_and_grad(function, has_aux=has_aux))(*arguments())

@@ -14,6 +14,7 @@ from flax import nnx
 from dhelix.errors import DhelixError
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.step.frameworks.nnx_training import COUNT, ROWS, WIDTH, batch, loss, objects
 
 
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], tuple[An
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_after(1, CASES))
 def test_gradients_are_nnxs(name: str) -> None:
     function, options, arguments = CASES[name]
     expected = nnx.value_and_grad(function, **options)(*arguments())

@@ -13,6 +13,7 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
+from dhelix.tests.quick import slow_after
 from dhelix.tests.runtime.step.gradient_checks import ROWS, WIDTH, assert_close, mean_square, normal, split
 
 W, X, Y = normal(WIDTH, WIDTH), normal(ROWS, WIDTH), normal(ROWS, 1)
@@ -40,7 +41,9 @@ class Model:
         return mean_square(w, x)
 
 
-@pytest.mark.parametrize("named", [{"batch_argnums": 2}, {"batch_argnums": (-1,)}, {"batch_argnames": "x"}])
+@pytest.mark.parametrize(
+    "named", slow_after(1, [{"batch_argnums": 2}, {"batch_argnums": (-1,)}, {"batch_argnames": "x"}])
+)
 def test_frozen_weights_stay_whole(named: dict[str, Any]) -> None:
     expected = jax.value_and_grad(adapted)(W, FROZEN, X)
     assert_close(expected, split(value_and_grad(adapted, **named))(W, FROZEN, X))
@@ -86,11 +89,11 @@ def test_what_is_no_array_is_no_batch() -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [
+    slow_after(2, [
         Model().loss, Model.of_class, Model(), jax.jit(mean_square), jax.checkpoint(mean_square),
         functools.partial(lambda scale, w, x: scale * mean_square(w, x), 1.0),
         functools.partial(lambda w, scale, x: scale * mean_square(w, x), scale=1.0),
-    ],
+    ]),
     ids=["method", "class method", "object", "jit", "checkpoint", "partial", "partial by keyword"],
 )  # fmt: skip
 def test_all_that_can_be_called(loss: Callable[..., Any]) -> None:

@@ -167,6 +167,7 @@ def uneven_rows(dtype: Any = jnp.float32) -> jax.Array:
     return X.at[1::4].multiply(20).astype(dtype)  # the rows of one micro-batch are large
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("operation", [fp8_ops.Fp8DotGeneralOp, fp8_ops.Fp8DirectDotGeneralOp])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
