@@ -45,7 +45,8 @@ pip_install() { # uv is faster and shares packages between environments; pip wor
         uv pip install --quiet --python "$venv/bin/python" "$@" && return
         say "uv failed; once more with pip"
     fi
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    # Bytecode is made when a module is first imported. For all modules of all packages it would take minutes.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"
 }
 
 make_venv

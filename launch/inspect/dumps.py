@@ -21,9 +21,9 @@ from typing import Any
 from jaxlib import version
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import hlo_text, repairs
+from dhelix.launch.inspect import bounds, hlo_text, repairs
 from dhelix.launch.inspect.parser_process import ParserStopped
-from dhelix.passes.hlo import HloModule, HloVerifyError, verify
+from dhelix.passes.hlo import HloModule, verify
 
 _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
@@ -91,7 +91,8 @@ def read_file(file: Path) -> Dump:
     module, notes = _read(file)
     try:
         verify(module)
-    except HloVerifyError as error:
+        bounds.check(module)
+    except DhelixError as error:
         raise DhelixError(f"{file} is not a valid module: {error}; dump or copy it again") from None
     return Dump(file, module, tuple(notes))
 

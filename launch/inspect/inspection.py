@@ -29,7 +29,7 @@ from dhelix.passes.analysis.collectives import Collective, NamedMesh, is_start, 
 from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timeline
+from dhelix.passes.evaluation.intervals import CollectiveTime, Timeline, unfolded
 from dhelix.passes.evaluation.roofline_costs import Lane, made_synchronous
 from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
 from dhelix.passes.evaluation.timeline import simulate_module
@@ -334,24 +334,13 @@ def _bars(
     timeline: Timeline, instructions: dict[str, Instruction], parts: dict[str, str], copied: set[str]
 ) -> Iterator[Bar]:
     words: dict[str, str] = {}
-    for interval, start in _expanded(timeline, 0.0):
+    for interval, start in unfolded(timeline):
         name = interval.instruction
         if name not in words:
             words[name] = describe(instructions[name])
         what, key = words[name], "copy" if name in copied else parts[name]
         end = start + interval.end - interval.start
         yield Bar(1e3 * start, 1e3 * end, _LANES[interval.lane], key, what, name, SHORT.get(what, ""))
-
-
-def _expanded(timeline: Timeline, offset: float) -> Iterator[tuple[Interval, float]]:
-    """Yields every interval of the step with its start. The intervals of a loop body appear once for each iteration."""
-    for interval in timeline.intervals:
-        start = offset + interval.start
-        if interval.body is None:
-            yield interval, start
-            continue
-        for iteration in range(interval.count):
-            yield from _expanded(interval.body, start + iteration * interval.body.seconds)
 
 
 def _windows(timeline: Timeline, parts: dict[str, str]) -> Iterator[Window]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import Collective, find_collective
-from dhelix.passes.analysis.execution import sequence_of, trip_count, visits
+from dhelix.passes.analysis.execution import places, sequence_of, trip_count
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.step_parts import kernel_of, moved
 from dhelix.passes.evaluation.transfers import Transfer, find_transfer
@@ -99,9 +99,10 @@ def _op_names(instruction: Instruction) -> Iterator[str]:
 def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
     """Yields the computations whose instructions the step launches as kernels, and their places.
 
-    These are the entry computation, and all computations that control flow calls.
+    These are the entry computation, and all computations that control flow calls. A computation that is called from
+    several places has the loops of the first one, and the executions of all.
     """
-    for visit in visits(module.entry):
+    for visit in places(module):
         loops = [control for control in visit.through if control.opcode == "while"]
         notes = (_unsure(control) for control in visit.through)
         yield visit.computation, Place(tuple(loop.name for loop in loops), visit.count, tuple(filter(None, notes)))

@@ -2,6 +2,7 @@
 
     for instruction, visit in instructions(module.entry): ...    in execution order; each runs visit.count times
     for visit in visits(module.entry): ...                       each place at which a computation runs
+    for visit in places(module): ...                             each computation that runs, once
     for start in collective_launches(module.entry): ...          each launch of a collective, loops unrolled
     executions(module)                                           how often a step runs each computation in total
 
@@ -19,7 +20,7 @@ Other modules have walks of their own: the simulated clock (`passes/evaluation/t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dhelix.passes.analysis.collectives import find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
@@ -127,7 +128,17 @@ def once(into: Into = entered) -> Into:
     return fresh
 
 
-def executions(module: HloModule) -> dict[Computation, int]:
+def places(module: HloModule, into: Into = entered) -> Iterator[Visit]:
+    """Each computation that a step runs, at the first place at which it runs. Its count is the sum over all places.
+
+    Takes time linear in the module's size, even if many places call one computation.
+    """
+    runs = executions(module, into)
+    for visit in visits(module.entry, once(into)):
+        yield replace(visit, count=runs[visit.computation])
+
+
+def executions(module: HloModule, into: Into = entered) -> dict[Computation, int]:
     """How often a step runs each computation.
 
     Takes time linear in the module's size, even if many places call one computation.
@@ -136,6 +147,6 @@ def executions(module: HloModule) -> dict[Computation, int]:
     for computation in reversed(module.computations):  # callers first
         for instruction in sequence_of(computation) if computation in runs else ():
             if instruction.opcode in CONTROL_FLOW:
-                for called in entered(instruction):
+                for called in into(instruction):
                     runs[called] = runs.get(called, 0) + runs[computation] * counted_trips(instruction)
     return runs

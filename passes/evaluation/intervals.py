@@ -1,5 +1,6 @@
 """Results of a simulated schedule: when each instruction runs, and which compute hides each collective."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.passes.evaluation.roofline_costs import Lane
@@ -67,3 +68,33 @@ class Timeline:
     def slow_down(self) -> float:
         """Seconds that compute loses by overlapping with collectives."""
         return self.compute - self.compute_alone
+
+
+def unfolded(timeline: Timeline, most: int = 100_000) -> Iterator[tuple[Interval, float]]:
+    """Yields every interval of a step with its start. The intervals of a loop body come once for each iteration.
+
+    Args:
+      most: about how many intervals to yield. If there are more, each loop has its share, for its first iterations.
+    """
+    sizes: dict[int, int] = {}  # by id, because a timeline's hash would go through all of it
+    return _unfolded(timeline, 0.0, most, sizes)
+
+
+def _unfolded(timeline: Timeline, offset: float, most: int, sizes: dict[int, int]) -> Iterator[tuple[Interval, float]]:
+    share = most / max(_size(timeline, sizes), most, 1)
+    for interval in timeline.intervals:
+        start, body = offset + interval.start, interval.body
+        if body is None:
+            yield interval, start
+            continue
+        iterations = max(int(share * interval.count), 1) if share < 1.0 else interval.count
+        for iteration in range(min(iterations, interval.count)):
+            own = int(share * interval.count * _size(body, sizes)) // iterations
+            yield from _unfolded(body, start + iteration * body.seconds, own, sizes)
+
+
+def _size(timeline: Timeline, sizes: dict[int, int]) -> int:
+    """The number of intervals that a timeline unfolds into."""
+    if id(timeline) not in sizes:
+        sizes[id(timeline)] = sum(1 if i.body is None else i.count * _size(i.body, sizes) for i in timeline.intervals)
+    return sizes[id(timeline)]

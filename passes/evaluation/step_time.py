@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dhelix.errors import DhelixError
-from dhelix.passes.analysis.execution import entered, instructions, trip_count, visits
+from dhelix.passes.analysis.execution import entered, places, sequence_of, trip_count
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.transfers import transfer_key
@@ -147,14 +147,15 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
 
 def executed(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int]]:
     """Yields each instruction that a step runs, and how often. Of a conditional, only the longest branch counts."""
-    for instruction, visit in instructions(module.entry, partial(_entered, costs)):
-        if instruction.opcode not in CONTROL_FLOW:
-            yield instruction, visit.count
+    for visit in places(module, partial(_entered, costs)):
+        for instruction in sequence_of(visit.computation):
+            if instruction.opcode not in CONTROL_FLOW:
+                yield instruction, visit.count
 
 
 def unknown_loops(module: HloModule, costs: Costs) -> tuple[str, ...]:
     """Names of the loops that a step runs and whose trip count is unknown."""
-    loops = (visit.through[-1] for visit in visits(module.entry, partial(_entered, costs)) if visit.through)
+    loops = (visit.through[-1] for visit in places(module, partial(_entered, costs)) if visit.through)
     return tuple(dict.fromkeys(i.name for i in loops if i.opcode == "while" and trip_count(i) is None))
 
 

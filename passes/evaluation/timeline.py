@@ -57,6 +57,7 @@ from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timelin
 from dhelix.passes.evaluation.roofline_costs import Cost, Lane, constant_rates, made_synchronous
 from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.hardware import Hardware
 
 _SLOWED = 1.2  # trial value of `InStep.clock`, to see how a step grows with its products
@@ -207,7 +208,7 @@ class Player:
         elif opcode == "while":
             self._loop(instruction)
         elif opcode == "call":
-            self._play_all(instruction.called[0])
+            self._call(instruction)
         elif opcode == "conditional":
             self._play_all(max(instruction.called, key=lambda c: self._body(c).seconds))
         else:
@@ -257,14 +258,28 @@ class Player:
         while len(self._queues[0]) > 1 or len(self._queues[1]) > 1:
             self._stand()
 
+    def _call(self, call: Instruction) -> None:
+        """Simulates a call. Where calls nest and no collective is in flight, each callee is simulated only once."""
+        callee = call.called[0]
+        if not any(i.opcode in CONTROL_FLOW for i in callee.instructions):
+            self._play_all(callee)
+        elif not self.under_way:
+            self._repeat(call, 1)
+        elif self._body(callee).seconds:
+            self._play_all(callee)
+
     def _loop(self, loop: Instruction) -> None:
         count = trip_count(loop)
         left = 1 if count is None else count
         while left and self.under_way:
+            before = self.now
             self._play_all(loop.called[0])
-            left -= 1
-        if not left:
-            return
+            left = left - 1 if self.now > before else 0  # an iteration without time changes nothing
+        if left:
+            self._repeat(loop, left)
+
+    def _repeat(self, loop: Instruction, left: int) -> None:
+        """Simulates a loop's body or a callee once, and takes it `left` times. No collective is in flight."""
         body, start = self._body(loop.called[0]), self.now
         self.now += left * body.seconds
         for name in ("compute", "compute_alone", "hidden", "exposed", "idle"):

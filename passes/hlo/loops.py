@@ -8,7 +8,7 @@ depends on anything else has no proved trip count. Where the body adds a constan
 constant, `trip_count` divides. So it is known for loops of any length.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,24 +125,25 @@ class WhileLoop:
         return None if self.counters is None else len(self.counters)
 
     def _divided(self) -> int | None:
-        """The trip count of a counter with a constant step and a constant limit; None if the loop is not like this."""
-        index = self.induction_index
-        test = _operation(self.condition.root)
-        if index is None or test is None or test[0].opcode != "compare":
-            return None
-        change = _operation(self.body.root.operands[index])
+        """The trip count if the condition compares counters with a constant step; None if the loop is not like this.
+
+        The condition may be several comparisons, joined by `and`. The first one that fails ends the loop.
+        """
         try:
             state = {k: self._initial_value(k) for k in sorted(self.deciding_indices)}
-            fixed = {k: value for k, value in state.items() if k != index}
-            limit, direction = _compared(test, index, fixed)
-            step = _added(change, index, fixed)
+            fixed = {k: value for k, value in state.items() if k in self.invariants}
+            tests = [
+                _compared(test, self.deciding_indices - self.invariants, fixed) for test in _joined(self.condition)
+            ]
+            steps = {index: _added(_operation(self.body.root.operands[index]), index, fixed) for index, *_ in tests}
+            count = min(_trips(state[index], steps[index], limit, direction) for index, limit, direction in tests)
         except Unknown:
             return None
-        count = _trips(state[index], step, limit, direction)
-        if count is None:
-            return None
-        last, kind = state[index] + count * step, self.instruction.shape.tuple_shapes[index].element_type
-        return count if _wrap(last, kind) == last else None
+        for index, step in steps.items():
+            last, kind = state[index] + count * step, self.instruction.shape.tuple_shapes[index].element_type
+            if _wrap(last, kind) != last:
+                return None
+        return count
 
     @cached_property
     def counters(self) -> list[dict[int, int]] | None:
@@ -232,20 +233,36 @@ def _operation(value: Instruction) -> tuple[Instruction, list[Instruction]] | No
     return callee.root, [value.operands[operand.proto.parameter_number] for operand in callee.root.operands]
 
 
-def _is_counter(value: Instruction, index: int) -> bool:
+def _joined(condition: Computation) -> Iterator[tuple[Instruction, list[Instruction]]]:
+    """The comparisons that must all hold for another iteration. Raises Unknown if there is anything else."""
+    pending = [condition.root]
+    while pending:
+        found = _operation(pending.pop())
+        if found is None or found[0].opcode not in ("and", "compare"):
+            raise Unknown
+        if found[0].opcode == "compare":
+            yield found
+        else:
+            pending.extend(found[1])
+
+
+def _counter(value: Instruction) -> int | None:
+    """The index of the state element that `value` is, or None."""
     while value.opcode in _COPIES:
         value = value.operands[0]
-    return _reads_parameter(value) and value.tuple_index == index
+    return value.tuple_index if _reads_parameter(value) else None
 
 
-def _compared(test: tuple[Instruction, list[Instruction]], index: int, fixed: Mapping[int, int]) -> tuple[int, str]:
-    """What the counter is compared with, and the direction of the comparison with the counter on the left."""
+def _compared(
+    test: tuple[Instruction, list[Instruction]], counters: Collection[int], fixed: Mapping[int, int]
+) -> tuple[int, int, str]:
+    """The counter that is compared, with what, and the direction of the comparison with the counter on the left."""
     comparison, (left, right) = test
     direction = comparison.proto.comparison_direction
-    if _is_counter(left, index):
-        return evaluate(right, fixed), direction
-    if _is_counter(right, index):
-        return evaluate(left, fixed), {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    if (index := _counter(left)) in counters and index is not None:
+        return index, evaluate(right, fixed), direction
+    if (index := _counter(right)) in counters and index is not None:
+        return index, evaluate(left, fixed), {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
     raise Unknown
 
 
@@ -254,20 +271,25 @@ def _added(change: tuple[Instruction, list[Instruction]] | None, index: int, fix
     if change is None or change[0].opcode not in ("add", "subtract"):
         raise Unknown
     left, right = change[1]
-    if _is_counter(left, index):
+    if _counter(left) == index:
         return evaluate(right, fixed) * (1 if change[0].opcode == "add" else -1)
-    if _is_counter(right, index) and change[0].opcode == "add":
+    if _counter(right) == index and change[0].opcode == "add":
         return evaluate(left, fixed)
     raise Unknown
 
 
-def _trips(start: int, step: int, limit: int, direction: str) -> int | None:
-    """How often a loop runs whose counter moves from `start` by `step` while it compares so with `limit`."""
+def _trips(start: int, step: int, limit: int, direction: str) -> int:
+    """How often a loop runs whose counter moves from `start` by `step` while it compares so with `limit`.
+
+    Raises Unknown if the comparison holds for ever, or until the counter wraps around.
+    """
     if not _COMPARE[direction](start, limit):
         return 0
+    if direction == "EQ" and step:
+        return 1
     way = limit - start + {"LE": 1, "GE": -1}.get(direction, 0)
-    if direction == "EQ" or way * step <= 0 or (direction == "NE" and way % step):
-        return 1 if direction == "EQ" and step else None
+    if way * step <= 0 or (direction == "NE" and way % step):
+        raise Unknown
     return -(-abs(way) // abs(step))
 
 
