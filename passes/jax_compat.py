@@ -35,10 +35,12 @@ from jaxlib import _hlo
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 read, write = sys.stdin.buffer, sys.stdout.buffer
-while header := read.read(8):
-    text = read.read(struct.unpack("<Q", header)[0])
+while header := read.read(9):
+    is_proto, length = struct.unpack("<BQ", header)
+    source = read.read(length)
     try:
-        status, answer = 0, _hlo.hlo_module_from_text(text.decode()).as_serialized_hlo_module_proto()
+        text = _hlo.HloModule.from_serialized_hlo_module_proto(source).to_string() if is_proto else source.decode()
+        status, answer = 0, _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except MemoryError:
         raise
     except Exception as error:
@@ -46,7 +48,7 @@ while header := read.read(8):
     write.write(struct.pack("<BQ", status, len(answer)) + answer)
     write.flush()
 """
-"""A program that parses HLO texts, one after the other; see launch/inspect/parser_process.py, which runs it."""
+"""A program that reads HLO texts and protos, one after the other. launch/inspect/parser_process.py runs it."""
 
 
 def parse_hlo_text(text: str) -> bytes:

@@ -41,7 +41,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-UNTIL = "DHELIX_TESTS_UNTIL"  # seconds since 1970
+BEGUN = pytest.StashKey[float]()  # when all tests were collected, in seconds of the monotonic clock
 LAYERS = ("passes", "profiles", "runtime", "models", "launch")
 
 # Every run uses the same examples, so a failure in CI can be reproduced. Compilation would exceed any deadline.
@@ -64,13 +64,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="K/N: run only each N-th of the slow tests, those of part K")
-    parser.addoption("--minutes", type=float, help="skip the tests that are left after so many minutes")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Workers inherit the variable, so all stop at the same time."""
-    if config.option.minutes is not None:
-        os.environ.setdefault(UNTIL, str(time.time() + 60 * config.option.minutes))
+    parser.addoption("--minutes", type=float, help="skip the tests that are left so many minutes after the collection")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -95,12 +89,14 @@ def _number(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if UNTIL in os.environ and time.time() > float(os.environ[UNTIL]):
-        pytest.skip(f"the {item.config.option.minutes:g} minutes of --minutes were over")
+    minutes = item.config.option.minutes
+    if minutes is not None and time.monotonic() > item.session.stash[BEGUN] + 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of --minutes were over")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Reduces garbage collection, which would run very often during tracing. Modules are excluded from it."""
+    session.stash[BEGUN] = time.monotonic()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

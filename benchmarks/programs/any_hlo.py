@@ -53,7 +53,8 @@ def inspect(path: str) -> tuple[str, str]:
         found = dumps.read_file(dumps.find_module(path))
         if not found.module.is_scheduled:
             found.module.schedule = {c: list(c.instructions) for c in found.module.computations}
-        report = inspect_module(found.module, Costs(ALL["H200"]), notes=found.notes)
+        with dumps.blaming(found.file):
+            report = inspect_module(found.module, Costs(ALL["H200"]), notes=found.notes)
         command.to_json([report])
         command.print_tables([report], console=Console(file=io.StringIO(), width=144))
     except DhelixError as error:

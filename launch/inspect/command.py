@@ -135,7 +135,8 @@ def inspect_dump(
     on_cpu = targets.read(found.file, found.module).backend == "CPU"
     costs, cost_model = _costs(found.module, gpu, NONE if on_cpu else profile, setting, 1e9 * inter_bandwidth)
     memory, told = dumps.read_memory(found.file), (*found.notes, *notes)
-    return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, told, not on_cpu)
+    with dumps.blaming(found.file):
+        return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, told, not on_cpu)
 
 
 def _costs(

@@ -11,9 +11,11 @@ A file is HLO text or a proto, and may be packed by gzip. The format is recogniz
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from jaxlib import version
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import bounds, hlo_text, repairs
-from dhelix.launch.inspect.parser_process import ParserStopped
+from dhelix.launch.inspect.parser_process import PARSER, ParserStopped
 from dhelix.passes.hlo import HloModule, verify
 
 _AFTER = "after_optimizations"
@@ -88,13 +90,60 @@ def read_file(file: Path) -> Dump:
     Raises:
       DhelixError: the file has no readable HLO, or the module is not valid.
     """
-    module, notes = _read(file)
+    with blaming(file):
+        module, notes = _read(file)
+        try:
+            verify(module)
+            bounds.check(module)
+        except DhelixError as error:
+            raise DhelixError(f"{file} is not a valid module: {error}; dump or copy it again") from None
+        _make_printable(module)
+        return Dump(file, module, tuple(notes))
+
+
+def printable(text: str) -> str:
+    """The text with escapes for characters that a terminal would obey, such as line breaks and colours."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def _make_printable(module: HloModule) -> None:
+    protos = [i.proto for computation in module.computations for i in computation.instructions]
+    for name in ("name", "custom_call_target"):
+        for proto in protos:
+            if not getattr(proto, name).isprintable():
+                setattr(proto, name, printable(getattr(proto, name)))
+    for proto in protos:
+        if not proto.metadata.op_name.isprintable():
+            proto.metadata.op_name = printable(proto.metadata.op_name)
+    if not module.proto.name.isprintable():
+        module.proto.name = printable(module.proto.name)
+
+
+@contextlib.contextmanager
+def blaming(file: Path) -> Iterator[None]:
+    """Explains an error in the block by the damage of a file's module, if XLA takes the module for invalid, too.
+
+    `verify` does not check all that XLA checks. Without an error in the block, XLA is not asked, because it knows less
+    than `verify` of modules that other versions wrote.
+
+    Raises:
+      DhelixError: instead of an error that is none.
+    """
     try:
-        verify(module)
-        bounds.check(module)
+        yield
     except DhelixError as error:
-        raise DhelixError(f"{file} is not a valid module: {error}; dump or copy it again") from None
-    return Dump(file, module, tuple(notes))
+        raise DhelixError(printable(str(error))) from error.__cause__
+    except Exception as error:
+        data = _content(file)
+        text = _text(data)
+        module = HloModule.unwrapped(data) if text is None else _parsed(file, text)[0].module.to_bytes()
+        doubt = PARSER.doubt(module)
+        if not doubt:
+            raise
+        raise DhelixError(
+            f"{file} is not a valid module: jaxlib {version.__version__} rejects it ({doubt}). It is damaged, or "
+            "another version wrote it; dump or copy it again"
+        ) from error
 
 
 def find_module(path: str | Path) -> Path:
@@ -177,6 +226,16 @@ def _read(file: Path) -> tuple[HloModule, list[str]]:
     text = _text(data)
     if text is None:
         return HloModule.from_proto(data, str(file)), []
+    repaired, notes = _parsed(file, text)
+    if repaired.left_out:
+        notes.append(
+            f"left out attributes that jaxlib {version.__version__} cannot read: {', '.join(repaired.left_out)}"
+        )
+    return repaired.module, notes
+
+
+def _parsed(file: Path, text: str) -> tuple[repairs.Repaired, list[str]]:
+    """The module of a file's text, and notes on what else the text holds."""
     try:
         modules = hlo_text.find_modules(text)
     except DhelixError as error:
@@ -187,18 +246,13 @@ def _read(file: Path) -> tuple[HloModule, list[str]]:
             f"{file} is cut short: the text ends in line {chosen.last_line}, inside the module; dump or copy it again"
         )
     try:
-        repaired = repairs.read(chosen.text)
+        return repairs.read(chosen.text), notes
     except ParserStopped as error:
         raise DhelixError(
             f"{file} is not a valid module: XLA's parser rejects it ({error}); {_instead(file)}"
         ) from None
     except DhelixError as error:
         raise DhelixError(f"{file} {_why_unreadable(str(error), chosen.line)}; {_instead(file)}") from None
-    if repaired.left_out:
-        notes.append(
-            f"left out attributes that jaxlib {version.__version__} cannot read: {', '.join(repaired.left_out)}"
-        )
-    return repaired.module, notes
 
 
 def _content(file: Path) -> bytes:

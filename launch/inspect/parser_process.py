@@ -6,8 +6,8 @@ On some malformed texts XLA's parser aborts its process, needs all memory, or ta
 Its memory is limited, and its time, too. It is started for the first text and parses all later ones. It is started
 again after it ended.
 
-The parent writes a text's length and the text. The child answers with a status, a length and the bytes of the module or
-XLA's error. If the child ends instead, its error output says why.
+The parent writes whether a text or a proto follows, its length, and the text or proto. The child answers with a status,
+a length, and the bytes of the module or XLA's error. If the child ends instead, its error output says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from dhelix.passes import jax_compat
 GIB = 2**30
 _MEMORY_PER_BYTE = 100  # a module takes some 20 bytes for each byte of text; the limit is a number of GiB
 _SECONDS, _SECONDS_PER_BYTE = 20.0, 2e-6  # XLA reads some 10 MB per second
-_LENGTH = struct.Struct("<Q")
+_REQUEST = struct.Struct("<BQ")  # whether a proto follows, and its length
+_ANSWER = struct.Struct("<BQ")  # status, and length
 _CHUNK = 2**16
 _REASON = re.compile(r"RET_CHECK failure \(\S+\) (.*)|Check failed: (.*)")
 
@@ -56,12 +57,24 @@ class ParserProcess:
           DhelixError: the text does not parse; holds XLA's full message.
           ParserStopped: XLA's parser aborted its process, needed too much memory, or took too long.
         """
-        source = jax_compat.readable(text).encode(errors="replace")
+        return self._answer(jax_compat.readable(text).encode(errors="replace"), is_proto=False)
+
+    def doubt(self, module: bytes) -> str:
+        """Why XLA takes a serialized HloModuleProto for invalid; "" if XLA reads, prints and parses it."""
+        try:
+            self._answer(module, is_proto=True)
+        except DhelixError as error:
+            return " ".join(str(error).split())[:300] or "it rejects the module"
+        return ""
+
+    def _answer(self, source: bytes, is_proto: bool) -> bytes:
         with self._turn:
             process = self._started(GIB * (1 + _MEMORY_PER_BYTE * len(source) // GIB))
             seconds = _SECONDS + _SECONDS_PER_BYTE * len(source)
             try:
-                status, answer = _exchange(process, source, time.monotonic() + seconds)
+                status, answer = _exchange(
+                    process, _REQUEST.pack(is_proto, len(source)) + source, time.monotonic() + seconds
+                )
             except TimeoutError:
                 self.stop()
                 raise ParserStopped(f"it takes more than {seconds:.0f} s") from None
@@ -116,8 +129,8 @@ PARSER = ParserProcess()
 """The process that parses all texts of this process."""
 
 
-def _exchange(process: subprocess.Popen[bytes], source: bytes, until: float) -> tuple[int, bytes]:
-    """Sends the text and receives the status and the answer.
+def _exchange(process: subprocess.Popen[bytes], request: bytes, until: float) -> tuple[int, bytes]:
+    """Sends the request and receives the status and the answer.
 
     Raises:
       EOFError, BrokenPipeError: the process ended.
@@ -125,11 +138,11 @@ def _exchange(process: subprocess.Popen[bytes], source: bytes, until: float) -> 
     """
     assert process.stdin is not None and process.stdout is not None
     to, back = process.stdin.fileno(), process.stdout.fileno()
-    unsent = memoryview(_LENGTH.pack(len(source)) + source)
+    unsent = memoryview(request)
     while unsent:
         _wait([], [to], until)
         unsent = unsent[os.write(to, unsent[:_CHUNK]) :]
-    status, length = struct.unpack("<BQ", _receive(back, 1 + _LENGTH.size, until))
+    status, length = _ANSWER.unpack(_receive(back, _ANSWER.size, until))
     return status, _receive(back, length, until)
 
 

@@ -184,10 +184,15 @@ class HloModule:
 
         Raises DhelixError if `data` is none of these or is cut short.
         """
+        return cls(cls.unwrapped(data, origin), origin)
+
+    @staticmethod
+    def unwrapped(data: bytes, origin: str = "the input") -> bytes:
+        """The serialized HloModuleProto in `data`; see `from_proto`."""
         candidate: bytes | None = data
         while candidate is not None:
             if schema.looks_like_module(candidate):
-                return cls(candidate, origin)
+                return candidate
             candidate = schema.wrapped(candidate)
         raise DhelixError(
             f"{origin} holds no HLO module (not a serialized HloModuleProto or HloProto, or cut short); "

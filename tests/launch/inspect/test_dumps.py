@@ -186,3 +186,16 @@ def test_memory_is_the_device_s_and_the_host_s_apart(tmp_path: Path, address: st
     assert found is not None
     assert (found.arguments, found.outputs, found.temporaries, found.host) == (1000, 500, 300, 4070)
     assert found.peak == 1800
+
+
+def test_names_are_printed_and_not_obeyed(tmp_path: Path) -> None:
+    """A name may hold line breaks, colours and markup."""
+    module = HloModule(PROTO, "")
+    module.entry.instructions[1].proto.name = "b\x1b[31m\n<b>[red]"
+    (tmp_path / "step.pb").write_bytes(module.to_bytes())
+    assert [i.name for i in dumps.read(tmp_path / "step.pb").module.entry.instructions][1] == "b\\x1b[31m\\x0a<b>[red]"
+    module.entry.instructions[1].proto.shape.dimensions.append(3)
+    (tmp_path / "step.pb").write_bytes(module.to_bytes().replace(b"negate", b"nothing")[:-3])
+    with pytest.raises(DhelixError) as error:
+        dumps.read(tmp_path / "step.pb")
+    assert str(error.value).isprintable()

@@ -33,6 +33,20 @@ def test_a_module_and_what_may_stand_around_it(text: str) -> None:
     assert choose([found]) == (found, [])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "// copied\nfusion {\n  p = f32[8]{0} parameter(0)\n  ROOT n = f32[8]{0} negate(p)\n}\n// the end\n",
+        "%inner (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n\n"
+        "ENTRY main {\n  ROOT p = f32[8] parameter(0)\n}\n",
+    ],
+)
+def test_computations_without_a_header_are_one_module(text: str) -> None:
+    (found,) = find_modules(text)
+    assert found.name == "fragment" and found.is_whole and text.count("parameter") == found.text.count("parameter")
+    assert choose([found])[1][0].startswith("the text has no HloModule line")
+
+
 def test_text_behind_the_entry_is_said_and_left_out() -> None:
     best, notes = choose(find_modules(f"{ONE}\nreal 0m3.2s\n"))
     assert notes == ["the text from line 7 on is not part of the module"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.passes.analysis.execution import counted_trips, executions, instructions, once, visits
+from dhelix.passes.analysis.execution import counted_trips, executions, instructions, once, places, visits
 from dhelix.passes.hlo import HloModule
 
 TEXT = """HloModule m, is_scheduled=true
@@ -35,6 +35,11 @@ def test_places_know_what_leads_to_them(module: HloModule) -> None:
         ("e", 1, []), ("body", 6, ["w"]), ("inner", 6, ["w", "k"]), ("inner", 6, ["w", "l"]), ("inner", 1, ["d"]),
         ("other", 1, ["d"]),
     ]  # fmt: skip
+
+
+def test_each_computation_has_one_place_with_all_its_runs(module: HloModule) -> None:
+    found = [(v.computation.name, v.count, [i.name for i in v.through]) for v in places(module)]
+    assert found == [("e", 1, []), ("body", 6, ["w"]), ("inner", 13, ["w", "k"]), ("other", 1, ["d"])]
 
 
 def test_instructions_come_in_the_order_in_which_they_run(module: HloModule) -> None:

@@ -1,0 +1,104 @@
+"""Damaged dumps: each becomes one sentence or a verified module, in bounded time and memory, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect import command, dumps
+from dhelix.launch.inspect.inspection import inspect_module
+from dhelix.passes import jax_compat
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.profiles.hardware import ALL
+from dhelix.tests.machine import slowness
+
+SMALL = 16_000  # bytes
+TESTDATA = Path(__file__).parent.parent.parent / "testdata"
+FILES = [path for path in sorted(TESTDATA.rglob("*.hlo")) if path.stat().st_size < SMALL]
+TEXTS = [path.read_bytes() for path in FILES]
+SECONDS, GIB = 5.0, 2**30
+SPOILED = (b"999999999999999999999", b"-1", b"0", b"4294967296", b"{", b"}", b"(", b'"', b"=", b"", b"while", b"f32[]",
+           b"tuple", b"\x00", b"\xff\xfe", b"<script>", b"\x1b[31m", b"\n")  # fmt: skip
+TOKEN = re.compile(rb"[\w.\-%]+|[^\w\s]")
+
+
+def damaged(source: bytes, chance: random.Random) -> bytes:
+    """The source with one to four damages."""
+    for _ in range(chance.randint(1, 4)):
+        lines = source.split(b"\n")
+        at = chance.randrange(len(source) or 1)
+        token = chance.choice([*TOKEN.finditer(source)] or [re.match(b"", b"")])
+        assert token is not None
+        match chance.randrange(8):
+            case 0:
+                source = source[:at] + bytes((chance.randrange(256),)) + source[at + 1 :]
+            case 1:
+                source = source[:at]
+            case 2:
+                del lines[chance.randrange(len(lines))]
+                source = b"\n".join(lines)
+            case 3:
+                lines.insert(chance.randrange(len(lines)), chance.choice(lines))
+                source = b"\n".join(lines)
+            case 4:
+                chance.shuffle(lines)
+                source = b"\n".join(lines)
+            case 5 | 6:
+                source = source[: token.start()] + chance.choice(SPOILED) + source[token.end() :]
+            case _:
+                other = chance.choice([*TOKEN.finditer(source)] or [token])
+                source = source[: token.start()] + other[0] + source[token.end() :]
+    return source
+
+
+def outcome(file: Path) -> str:
+    """Reads and inspects a file. Raises whatever is no DhelixError of one line."""
+    try:
+        module = dumps.read_file(file).module
+        if not module.is_scheduled:
+            module.schedule = {c: list(c.instructions) for c in module.computations}
+        with dumps.blaming(file):
+            found = inspect_module(module, Costs(ALL["H200"]))
+    except DhelixError as error:
+        assert str(error) and "\n" not in str(error)
+        return "refused"
+    command.to_json([found])
+    command.print_tables([found], console=Console(file=io.StringIO(), width=144))
+    return "inspected"
+
+
+def proto(text: bytes) -> bytes:
+    return jax_compat.parse_hlo_text(text.decode())
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_damage_does_no_harm(count: int, tmp_path: Path) -> None:
+    chance, file = random.Random(count), tmp_path / "damaged"
+    protos = [proto(text) for text in TEXTS]
+    limit = SECONDS * slowness()
+    ends = {"refused": 0, "inspected": 0}
+    for number in range(count):
+        source = damaged(chance.choice(protos if number % 4 == 0 else TEXTS), chance)
+        file.write_bytes(source)
+        start = time.monotonic()
+        try:
+            ends[outcome(file)] += 1
+        except Exception as error:
+            (tmp_path / f"harm-{number}").write_bytes(source)
+            raise AssertionError(f"{tmp_path}/harm-{number}: {error!r}") from error
+        assert time.monotonic() - start < limit, number
+    assert min(ends.values()) > count // 20, "damage of both kinds is tried"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * GIB
+
+
+def test_undamaged_texts_are_inspected() -> None:
+    refused = [path.name for path in FILES if outcome(path) == "refused"]
+    assert refused == ["calls.hlo"], "there, two fusions share a computation"
