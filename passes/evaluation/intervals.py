@@ -1,5 +1,6 @@
 """Results of a simulated schedule: when each instruction runs, and which compute hides each collective."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,10 +75,11 @@ def unfolded(timeline: Timeline, most: int = 100_000) -> Iterator[tuple[Interval
     """Yields every interval of a step with its start. The intervals of a loop body come once for each iteration.
 
     Args:
-      most: about how many intervals to yield. If there are more, each loop has its share, for its first iterations.
+      most: about how many intervals to yield. If there are more, each loop has its share, for its first iterations. No
+        more than twice as many are yielded, also if a step has more loops than that.
     """
     sizes: dict[int, int] = {}  # by id, because a timeline's hash would go through all of it
-    return _unfolded(timeline, 0.0, most, sizes)
+    return itertools.islice(_unfolded(timeline, 0.0, most, sizes), 2 * most)
 
 
 def _unfolded(timeline: Timeline, offset: float, most: int, sizes: dict[int, int]) -> Iterator[tuple[Interval, float]]:
