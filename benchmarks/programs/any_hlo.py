@@ -70,7 +70,8 @@ def work(gib: float) -> None:
     """Reads paths from stdin, inspects each, and writes a line of JSON for each."""
     import dhelix.launch.inspect.command  # noqa: F401 (imported before memory is limited)
 
-    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * GIB),) * 2)
+    limit = int(gib * GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         begun = time.monotonic()

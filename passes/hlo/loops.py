@@ -30,6 +30,7 @@ _COMPARE = {
     "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b,
     "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
 }  # fmt: skip
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 _BINARY = {
     "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
     "divide": lambda a, b: _divide(a, b), "remainder": lambda a, b: a - b * _divide(a, b),
@@ -262,7 +263,7 @@ def _compared(
     if (index := _counter(left)) in counters and index is not None:
         return index, evaluate(right, fixed), direction
     if (index := _counter(right)) in counters and index is not None:
-        return index, evaluate(left, fixed), {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+        return index, evaluate(left, fixed), _MIRRORED[direction]
     raise Unknown
 
 
