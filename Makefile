@@ -1,6 +1,5 @@
 # make demo   trains a plain and an interleaved step on 8 CPU devices, compiles both for 4 GPUs, draws the timeline
-# make test   runs the tests that need no GPU and are not slow, for 15 minutes at most: on a slow machine it skips the rest,
-#             and says how many; MINUTES=60 gives it more time
+# make test   runs the tests that need no GPU and are not slow
 # make test-slow   runs those that repeat at real size what shorter tests show
 # make lint   runs ruff and pyright
 # make docs   builds the site of docs/ in site/; fails on broken links and references, and on outdated result pages
@@ -8,7 +7,6 @@
 # PYTHON=/path/to/python3.12 names the interpreter that makes .venv.
 
 VENV := .venv
-MINUTES := 15
 INSTALL := requirements/install.sh $(VENV) requirements/run.txt requirements/compile.txt
 
 export PYTHON
@@ -24,7 +22,7 @@ venv:
 	@$(INSTALL) requirements/test.txt
 
 test: venv
-	$(VENV)/bin/pytest -n 2 -m "not gpu and not slow" --minutes $(MINUTES) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -n 2 -m "not gpu and not slow" $(PYTEST_ARGS)
 
 test-slow: venv
 	$(VENV)/bin/pytest -n 2 -m "slow and not gpu" $(PYTEST_ARGS)

@@ -45,7 +45,7 @@ pip_install() { # uv is faster and shares packages between environments; pip wor
         uv pip install --quiet --python "$venv/bin/python" "$@" && return
         say "uv failed; once more with pip"
     fi
-    # Bytecode is made when a module is first imported. For all modules of all packages it would take minutes.
+    # Bytecode is made when a module is first imported, which most modules of these packages never are.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"
 }
 

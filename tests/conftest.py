@@ -89,9 +89,11 @@ def _number(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Smoke tests always run, so that a run without any test cannot pass."""
     minutes = item.config.option.minutes
-    if minutes is not None and time.monotonic() > item.session.stash[BEGUN] + 60 * minutes:
-        pytest.skip(f"the {minutes:g} minutes of --minutes were over")
+    over = minutes is not None and time.monotonic() > item.session.stash[BEGUN] + 60 * minutes
+    if over and not item.get_closest_marker("smoke"):
+        pytest.skip(f"not run: the {minutes:g} minutes of --minutes were over")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -4,7 +4,7 @@
 
 A file ends in one of these ways:
 
-    inspected     tables and JSON were made, and the timeline can be drawn
+    inspected     tables and JSON were made
     refused       one sentence said what is wrong
     traceback     an error that is no DhelixError
     hang          it took longer than --seconds

@@ -271,10 +271,11 @@ class Player:
     def _loop(self, loop: Instruction) -> None:
         count = trip_count(loop)
         left = 1 if count is None else count
+        if self.under_way and not self._body(loop.called[0]).seconds:
+            return
         while left and self.under_way:
-            before = self.now
             self._play_all(loop.called[0])
-            left = left - 1 if self.now > before else 0  # an iteration without time changes nothing
+            left -= 1
         if left:
             self._repeat(loop, left)
 

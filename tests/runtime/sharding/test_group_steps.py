@@ -45,11 +45,6 @@ def expected(microbatches: int) -> Tree:
     return jax.tree.map(np.asarray, trained(jax.jit(case.step), case.state(), case)[0])
 
 
-QUICK = [
-    ("embedding less", "dp 8", 4, True),
-    ("embedding less", "dp 2, tp 4", 4, False),
-    ("embedding whole", "dp 8", 1, False),
-]
 ALL = [
     *((name, axes, microbatches, False) for name in PLANS for axes in MESHES for microbatches in (1, 4)),
     *((name, "dp 8", microbatches, True) for name in PLANS for microbatches in (1, 4)),
@@ -57,10 +52,7 @@ ALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "axes", "microbatches", "manual"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in QUICK)],
-)
+@pytest.mark.parametrize(("name", "axes", "microbatches", "manual"), ALL)
 def test_five_steps_give_the_numbers_of_the_plain_step(name: str, axes: str, microbatches: int, manual: bool) -> None:
     case, plan = case_of(axes, microbatches, manual), PLANS[name]
     step = case.sharded(plan, strict=microbatches > 1, verify=True)
