@@ -31,4 +31,4 @@ def check(module: HloModule) -> None:
             raise DhelixError(f"{computation.name} calls computations that call others, more than {DEPTH} deep")
     for computation, count in executions(module).items():
         if count > EXECUTIONS:
-            raise DhelixError(f"{computation.name} would run {count:.1e} times in a step: a trip count is damaged")
+            raise DhelixError(f"{computation.name} would run {count:.1e} times in a step, more than any step does")

@@ -22,7 +22,7 @@ _COMPUTATION = re.compile(
     r"\s*(?:ROOT[ \t]+)?%?[\w.\-]+ = (?:\w+\[|\()",  # p = f32[8], or a tuple
     re.MULTILINE,
 )
-FRAGMENT = "HloModule fragment "
+FRAGMENT = "HloModule fragment, is_scheduled=true "  # XLA prints the instructions of a schedule in its order
 _LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [^\]\n]*\] ", re.MULTILINE)
 _MLIR = re.compile(r"^\s*(?:#\w+ = |module\b.*\{|func\.func |.*\bstablehlo\.)", re.MULTILINE)
 
@@ -81,7 +81,7 @@ def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
     best = max(modules, key=lambda m: (m.is_whole, m.is_scheduled, len(m.text)))
     notes = []
     if best.text.startswith(FRAGMENT):
-        notes.append("the text has no HloModule line: its computations are read as one module, on one device")
+        notes.append("the text has no HloModule line: its computations are one module, in the order of the text")
     if len(modules) > 1:
         others = [f"{m.name} (line {m.line})" for m in modules if m is not best]
         others = others if len(others) < 4 else [*others[:3], f"{len(others) - 3} more"]

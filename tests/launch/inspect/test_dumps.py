@@ -188,6 +188,13 @@ def test_memory_is_the_device_s_and_the_host_s_apart(tmp_path: Path, address: st
     assert found.peak == 1800
 
 
+def test_copied_computations_run_in_the_order_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "copied").write_text(TEXT.partition("\n")[2])
+    found = dumps.read(tmp_path / "copied")
+    assert [i.name for i in found.module.schedule[found.module.entry]] == ["a", "b", "c"]
+    assert found.notes == ("the text has no HloModule line: its computations are one module, in the order of the text",)
+
+
 def test_names_are_printed_and_not_obeyed(tmp_path: Path) -> None:
     """A name may hold line breaks, colours and markup."""
     module = HloModule(PROTO, "")
