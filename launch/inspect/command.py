@@ -2,6 +2,7 @@
 
     dhelix inspect DUMP --compare OTHER_DUMP --png timeline.png
 
+A profiler trace in place of the dump is measured instead (`traces/command.py`).
 `inspect_compiled(jax.jit(step).lower(...).compile())` does the same from Python.
 """
 
@@ -22,20 +23,15 @@ from rich.table import Table
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import NO_EFFECT
 from dhelix.launch.inspect import dumps, targets
-from dhelix.launch.inspect.flags import AUTO, NONE
+from dhelix.launch.inspect.flags import NONE
 from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
+from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
+from dhelix.launch.inspect.traces import command as traces
 from dhelix.launch.shown import timeline_plot
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
-from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.framework.gain import Gain
-from dhelix.passes.hlo import HloModule
-from dhelix.profiles import hardware as gpus
-from dhelix.profiles.estimates.estimator import Source
-from dhelix.profiles.files import storage
 from dhelix.runtime.compiler.lowering import compiled_module
-
-ROOFLINE = "roofline"
+from dhelix.runtime.profiling.traces import recording
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -62,6 +58,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
         raise DhelixError(f"--titles has {len(titles)} titles for {len(paths)} dump(s): give one for each dump")
     if values.headline and not values.png:
         raise DhelixError("--headline is printed in the picture; add --png FILE")
+    if any(map(recording.is_trace, paths)):
+        return traces.run(values, paths)
+    if values.program:
+        raise DhelixError("--program chooses a program of a trace, and this is a dump")
     found = [
         inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
         for path, title in zip(paths, [*titles, *_names(paths)[len(titles) :]], strict=True)
@@ -103,8 +103,8 @@ def inspect_compiled(
         raise DhelixError(f"{module.name} is not scheduled, but estimates need a schedule; compile it first")
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     kind = next((device.device_kind for sharding in shardings for device in sharding.device_set), "")
-    gpu, notes = (_hardware(hardware), ()) if hardware else targets.of_kind(kind)
-    costs, cost_model = _costs(module, gpu, profile, setting)
+    gpu, notes = (named(hardware), ()) if hardware else targets.of_kind(kind)
+    costs, cost_model = costs_for(module, gpu, profile, setting)
     return inspect_module(module, costs, cost_model, dumps.memory_of(compiled), source, title, notes)
 
 
@@ -131,33 +131,12 @@ def inspect_dump(
         is unknown, or the file `profile` cannot be used or has no such setting.
     """
     found = dumps.read(path)
-    gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
+    gpu, notes = targets.choose(found.file, found.module, named(hardware) if hardware else None)
     on_cpu = targets.read(found.file, found.module).backend == "CPU"
-    costs, cost_model = _costs(found.module, gpu, NONE if on_cpu else profile, setting, 1e9 * inter_bandwidth)
+    costs, cost_model = costs_for(found.module, gpu, NONE if on_cpu else profile, setting, 1e9 * inter_bandwidth)
     memory, told = dumps.read_memory(found.file), (*found.notes, *notes)
     with dumps.blaming(found.file):
         return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, told, not on_cpu)
-
-
-def _costs(
-    module: HloModule, gpu: gpus.Hardware, profile: str, setting: str, inter_bandwidth: float = 0.0
-) -> tuple[Costs, str]:
-    """The costs of a module's instructions, and words for the source of these costs.
-
-    Args:
-      inter_bandwidth: bytes per second of each GPU between nodes; 0: the usual value.
-    """
-    if profile not in (AUTO, NONE):
-        known = storage.load(profile)
-    else:
-        link = next((link for link in gpus.LINKS if gpu.name.endswith(f"-{link}")), gpus.LINKS[0])
-        known = storage.find(gpu.name.removesuffix(f"-{link}"), link) if profile == AUTO else None
-        if known is None or setting not in known.sections:
-            return Costs(dataclasses.replace(gpu, inter_bandwidth=inter_bandwidth or gpu.inter_bandwidth)), ROOFLINE
-    costs = CostModel(known, setting, inter_bandwidth=inter_bandwidth).costs()
-    guessed = predict(module, costs).shares[Source.GUESS]
-    name = storage.file_name(known.hardware, known.link).removesuffix(".json")
-    return costs, f"profile {name} (launch setting {setting}, {guessed:.0%} guessed)"
 
 
 def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
@@ -215,12 +194,6 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
             for note in report.notes:
                 console.print(f"  * {report.instruction}: {note}", style="yellow")
         console.print(_copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}.")
-
-
-def _hardware(name: str) -> gpus.Hardware:
-    if name not in gpus.ALL:
-        raise DhelixError(f"hardware {name!r} is unknown; use one of {', '.join(sorted(gpus.ALL))}")
-    return gpus.ALL[name]
 
 
 def _estimate(found: Sequence[Inspection]) -> str:

@@ -9,21 +9,31 @@ from dhelix.profiles import hardware as gpus
 from dhelix.profiles.profile import SETTINGS
 
 USAGE = """\
-usage: dhelix inspect DUMP [--compare OTHER] [flags]
+usage: dhelix inspect DUMP_OR_TRACE [--compare OTHER] [flags]
 
 Reads a scheduled HLO module and shows which computation hides each collective and how much of it is exposed, which
 large buffers are copied inside loops, and how much memory the step needs. Nothing runs: times are estimates from a
 profile of the GPU, or from a roofline if there is no profile.
 
 DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt, gzipped or not), or its folder, in which the
-largest such module is read. With --compare, DUMP is the program before a change and OTHER the program after it."""
+largest such module is read. With --compare, DUMP is the program before a change and OTHER the program after it.
+
+TRACE is a folder of jax.profiler.trace, or one file of it (.xplane.pb or .trace.json.gz). Its times are measured, on
+all GPUs and hosts whose files lie in the folder: what is hidden and exposed, what overlap costs, how fast collectives
+are, who waits for whom, and why GPUs are idle."""
 
 AUTO, NONE = "auto", "none"
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines all flags of `dhelix inspect` on `values`."""
-    flags.DEFINE_string("compare", None, "second dump, to compare with the first", flag_values=values)
+    flags.DEFINE_string("compare", None, "second dump or trace, to compare with the first", flag_values=values)
+    flags.DEFINE_string(
+        "program",
+        None,
+        "program to look at in a trace (default: the longest)",
+        flag_values=values,
+    )
     flags.DEFINE_enum(
         "hardware",
         None,

@@ -13,6 +13,7 @@ XLA writes `*.gpu_target_config.pbtxt`, the target description, next to a module
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,27 @@ def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
     if gpu is not None:
         return gpu, ()
     return DEFAULT, (f"compiled for {kind or 'no device'}, which dhelix does not know: times are for {_a(DEFAULT)}",)
+
+
+def of_facts(facts: Mapping[str, Any]) -> tuple[Hardware, tuple[str, ...]]:
+    """The GPU whose times are used for a GPU that the profiler describes by numbers, and notes on this choice.
+
+    Raises:
+      DhelixError: the GPU is not NVIDIA's, or dhelix does not know one of its compute capability.
+    """
+    vendor = str(facts.get("device_vendor", "Nvidia"))
+    if vendor.lower() != "nvidia":
+        raise DhelixError(f"only times of NVIDIA GPUs are known, and this is one of {vendor}; {_SAY}")
+    capability = int(facts.get("compute_cap_major", 0)), int(facts.get("compute_cap_minor", 0))
+    if capability == (0, 0):
+        return DEFAULT, (f"the trace does not say which GPU ran: times are for {_a(DEFAULT)}; {_SAY}",)
+    if capability not in _OF_CAPABILITY:
+        raise DhelixError(f"the trace is of a GPU of compute capability {capability[0]}.{capability[1]}, {ASK}")
+    gpu, who = _OF_CAPABILITY[capability]
+    memory = float(facts.get("memory_size", 0))
+    alike = [hardware.ALL[name] for name in who.replace(" and ", " ").split() if name in hardware.ALL] or [gpu]
+    gpu = min(alike, key=lambda one: abs(one.memory_bytes - memory)) if memory else gpu
+    return gpu, ()
 
 
 def _a(gpu: Hardware) -> str:

@@ -163,7 +163,12 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "InputOutputAlias": (("entries", 1, "AliasEntry*"),),
     "InstructionSequence": (("instruction_ids", 1, "int64*"),),
     "Schedule": (("sequences", 1, "map<int64,InstructionSequence>"),),
-    "DeviceAssignment": (("replica_count", 1, "int32"), ("computation_count", 2, "int32")),
+    "ComputationDevice": (("replica_device_ids", 1, "int64*"),),
+    "DeviceAssignment": (
+        ("replica_count", 1, "int32"),
+        ("computation_count", 2, "int32"),
+        ("computation_devices", 3, "ComputationDevice*"),
+    ),
     "Module": (
         ("name", 1, "string"),
         ("entry_computation_name", 2, "string"),

@@ -77,7 +77,9 @@ def test_flags_of_commands_that_need_gpus_exist(capsys: pytest.CaptureFixture[st
                 cli.main([name, "--help"])
             known = capsys.readouterr().out
             flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-            unknown += [f"{command.page}: {command.line}: {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
+            unknown += [
+                f"{command.page}: {command.line}: {flag}" for flag in flags if not re.search(rf"{flag}\b", known)
+            ]
     assert not unknown
 
 

@@ -45,6 +45,7 @@ _NO_INSTRUCTION = re.compile("^(command_buffer|$)")
 _COPY = re.compile("Memcpy")
 _COPY_OF_HOST = re.compile("Memcpy(H2|.2H)")
 _COPY_INSIDE = "MemcpyD2D"
+_STATS = frozenset(("hlo_op", "hlo_module", "correlation_id"))
 
 Interval = tuple[float, float]
 Profile = Any  # a jax.profiler.ProfileData, which type checkers do not recognize as a type
@@ -114,14 +115,35 @@ class TraceReport:
         return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
 
 
-@dataclass(frozen=True)
-class _Kernel:
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel or a copy on one GPU. Times are in milliseconds, by the trace's clock.
+
+    Attributes:
+      stream: name of the CUDA stream.
+      instruction: name of the HLO instruction; empty if the event names none.
+      module: name of the HLO module; empty if the event names none.
+      event: name of the kernel or copy.
+      launch: number that the host's call for this launch has, too; empty if the trace does not know it.
+    """
+
     start: float
     end: float
     stream: str
-    instruction: str  # empty if the event names no instruction
+    instruction: str
+    module: str
+    event: str
+    launch: str
     is_communication: bool
-    is_copy: bool
+
+    @property
+    def is_copy(self) -> bool:
+        return bool(_COPY.match(self.event))
+
+    @property
+    def is_copy_of_host(self) -> bool:
+        """Whether this copies from or to the host's memory."""
+        return bool(_COPY_OF_HOST.match(self.event))
 
 
 def find(path: str | Path) -> Path:
@@ -185,19 +207,27 @@ def analyse(
     if device not in names:
         present = ", ".join(names) or "none: record it on GPUs"
         raise DhelixError(f"the trace has no GPU {device or ''}; it has {present}")
+    found = kernels(profile, device, module, module_name)
+    if not found:
+        wanted = module.name if module is not None else module_name
+        raise DhelixError(f"the trace has no kernels{f' of module {wanted}' if wanted else ''} on {device}")
+    return report(device, found)
+
+
+def kernels(
+    profile: Profile, device: str, module: HloModule | None = None, module_name: str | None = None
+) -> list[Kernel]:
+    """The kernels and copies on one GPU, stream by stream; arguments as in `analyse`."""
     plane = next(p for p in profile.planes if p.name == device)
     communication = None if module is None else collective_instructions(module)
     wanted = module.name if module is not None else module_name
-    kernels = [
+    return [
         kernel
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
         if (kernel := _kernel(event, line.name, communication, wanted)) is not None
     ]
-    if not kernels:
-        raise DhelixError(f"the trace has no kernels{f' of module {wanted}' if wanted else ''} on {device}")
-    return _report(device, kernels)
 
 
 def collective_instructions(module: HloModule) -> frozenset[str]:
@@ -210,20 +240,21 @@ def collective_instructions(module: HloModule) -> frozenset[str]:
     )
 
 
-def _kernel(event: Any, stream: str, communication: frozenset[str] | None, wanted: str | None) -> _Kernel | None:
-    stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
-    owner = str(stats.get("hlo_module", ""))
+def _kernel(event: Any, stream: str, communication: frozenset[str] | None, wanted: str | None) -> Kernel | None:
+    stats = {key: str(value) for key, value in event.stats if key in _STATS}
+    owner = stats.get("hlo_module", "")
     if wanted and owner and owner != wanted:
         return None
-    name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]  # outer::inner if ops are nested
+    name = stats.get("hlo_op", "").rsplit("::", 1)[-1]  # outer::inner if ops are nested
     if _NO_INSTRUCTION.match(name):
         name, is_communication = "", _looks_like_communication(event.name, in_graph=bool(name))
     elif communication is not None:
         is_communication = name in communication
     else:
         is_communication = bool(_COLLECTIVE_NAME.match(name.replace("_", "-")))
-    start, is_copy = event.start_ns / 1e6, bool(_COPY.match(event.name))
-    return _Kernel(start, start + event.duration_ns / 1e6, stream, name, is_communication, is_copy)
+    start, launch = event.start_ns / 1e6, stats.get("correlation_id", "")
+    end = start + event.duration_ns / 1e6
+    return Kernel(start, end, stream, name, owner, event.name, launch, is_communication)
 
 
 def _looks_like_communication(event_name: str, in_graph: bool) -> bool:
@@ -236,10 +267,11 @@ def _looks_like_communication(event_name: str, in_graph: bool) -> bool:
     return not _COPY_OF_HOST.match(event_name) and not (in_graph and event_name == _COPY_INSIDE)
 
 
-def _report(device: str, kernels: Sequence[_Kernel]) -> TraceReport:
+def report(device: str, kernels: Sequence[Kernel]) -> TraceReport:
+    """Sums up the kernels of one GPU, of which there must be at least one."""
     compute = merge((k.start, k.end) for k in kernels if not k.is_communication)
-    collectives: dict[str, list[_Kernel]] = defaultdict(list)
-    streams: dict[str, list[_Kernel]] = defaultdict(list)
+    collectives: dict[str, list[Kernel]] = defaultdict(list)
+    streams: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         streams[kernel.stream].append(kernel)
         if kernel.is_communication:

@@ -1,0 +1,1 @@
+"""`dhelix inspect` of profiler traces: measured times instead of estimates."""

@@ -1,0 +1,81 @@
+"""`dhelix inspect TRACE`: measured times of a program, from a trace of the profiler.
+
+    dhelix inspect /tmp/trace --compare /tmp/other-trace --png timeline.png
+
+If the trace holds the compiled program, the estimate of `dhelix inspect DUMP` stands beside the measured times.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect import targets
+from dhelix.launch.inspect.inspection import Inspection, inspect_module
+from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
+from dhelix.launch.inspect.traces import picture
+from dhelix.launch.inspect.traces.measurement import Measurement, measure
+from dhelix.launch.inspect.traces.tables import print_tables
+from dhelix.launch.shown import timeline_plot
+from dhelix.runtime.profiling.traces import recording
+from dhelix.runtime.profiling.traces.recording import Recording
+
+
+def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
+    """Measures one trace or two, and prints and writes the results.
+
+    Raises DhelixError if the command fails.
+    """
+    if other := next((path for path in paths if not recording.is_trace(path)), None):
+        raise DhelixError(f"{other} is not a profiler trace, but the other path is: give two traces, or two dumps")
+    found = []
+    for path in paths:
+        recorded = recording.load(path, values.program)
+        predicted, notes = _predicted(recorded, values)
+        found.append(measure(recorded, predicted, notes))
+    if values.png or values.perfetto:
+        titles = [*values.titles, *([""] if len(paths) == 1 else (Path(path).name for path in paths))]
+        pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=False)]
+        if values.png:
+            timeline_plot.save_png(pictures, values.png, values.headline, "Measured in one step on one GPU.")
+        if values.perfetto:
+            timeline_plot.save_perfetto(pictures, values.perfetto)
+        for file in filter(None, (values.png, values.perfetto)):
+            print(f"dhelix inspect: wrote {file}", file=sys.stderr)
+    if values.json:
+        print(to_json(found))
+    else:
+        print_tables(found, values.top)
+
+
+def _predicted(recorded: Recording, values: flags.FlagValues) -> tuple[Inspection | None, tuple[str, ...]]:
+    """The estimate for the recorded program, and notes on it. No estimate is no reason to fail."""
+    if recorded.module is None:
+        return None, ()
+    try:
+        if values.hardware:
+            gpu, notes = named(values.hardware), ()
+        else:
+            gpu, notes = targets.of_facts(recorded.gpus[0].facts)
+        bandwidth = 1e9 * (values.inter_bandwidth or 0.0)
+        costs, cost_model = costs_for(recorded.module, gpu, values.profile, values.setting, bandwidth)
+        source = f"predicted from the {cost_model}" + (f" for {gpu.name}" if cost_model == ROOFLINE else "")
+        return inspect_module(recorded.module, costs, cost_model, source=source), (*notes, source)
+    except DhelixError as error:
+        return None, (f"nothing is predicted: {error}",)
+
+
+def to_json(found: Sequence[Measurement]) -> str:
+    """The measurements as a JSON object. For one, its key is `measurement`; for two, `before` and `after`."""
+    keys = ("before", "after") if len(found) == 2 else ("measurement",)
+    data: dict[str, Any] = {key: measured.to_dict() for key, measured in zip(keys, found, strict=True)}
+    if len(found) == 2:
+        before, after = (measured.mean("step_ms") for measured in found)
+        data["ratio"] = before / after
+    return json.dumps(data, indent=2)

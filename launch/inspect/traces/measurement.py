@@ -1,0 +1,200 @@
+"""What a trace says of a step: measured times of each GPU and each collective, in milliseconds for one step.
+
+`measure` puts the parts together that `dhelix.runtime.profiling.traces` reads from the trace. If the trace holds the
+compiled program, as `.xplane.pb` files do, each collective has its kind, size and groups, and times are for one step.
+Otherwise only names are known, and times are for the whole trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dhelix.launch.inspect.inspection import Inspection
+from dhelix.launch.inspect.traces.collectives import (
+    NO_PROGRAM,
+    MeasuredCollective,
+    Program,
+    collectives_of,
+    waits_of,
+)
+from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.runtime.profiling.traces import arrivals, disturbance, idle, trace
+from dhelix.runtime.profiling.traces.disturbance import SlowDown
+from dhelix.runtime.profiling.traces.gpu_runs import GpuRuns
+from dhelix.runtime.profiling.traces.recording import Recording
+
+
+@dataclass(frozen=True)
+class MeasuredGpu:
+    """The times of one GPU in one step, in milliseconds.
+
+    Attributes:
+      step_ms: `compute_ms + exposed_ms + idle_ms`.
+      communication_ms: `hidden_ms + exposed_ms`.
+      slow_down_ms: the part of `compute_ms` that is lost because collectives run beside compute.
+      slow_down_known: the fraction of the overlapping compute for which this loss is known.
+      waited_ms: time that its collectives wait for other GPUs.
+      delays_ms: time that others wait while only this GPU is missing.
+      pauses: the parts of `idle_ms` by their causes.
+      streams: the times of each CUDA stream.
+    """
+
+    gpu: int
+    host: str
+    step_ms: float
+    compute_ms: float
+    slow_down_ms: float
+    slow_down_known: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    idle_ms: float
+    waited_ms: float
+    delays_ms: float
+    pauses: Mapping[str, idle.Pauses]
+    streams: tuple[trace.StreamTime, ...]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The measured times of a program.
+
+    Attributes:
+      steps: number of steps in the trace; 0 if unknown. Then all times are for the whole trace.
+      collectives: most exposed first.
+      clock_offsets_ms: how far each host's clock is ahead of the first one's; its times are shifted by this.
+      predicted: the estimate for the program in the trace; None if there is none.
+      runs, program_facts: all executions, and what is known of their instructions, for pictures; not in the JSON.
+    """
+
+    source: str
+    program: str
+    hosts: tuple[str, ...]
+    steps: int
+    gpus: tuple[MeasuredGpu, ...]
+    collectives: tuple[MeasuredCollective, ...]
+    clock_offsets_ms: Mapping[str, float]
+    notes: tuple[str, ...]
+    predicted: Inspection | None = dataclasses.field(default=None, repr=False)
+    runs: tuple[GpuRuns, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    program_facts: Program = dataclasses.field(default=NO_PROGRAM, repr=False, compare=False)
+
+    def mean(self, name: str) -> float:
+        """The mean of a field of `MeasuredGpu` over all GPUs."""
+        return sum(getattr(gpu, name) for gpu in self.gpus) / len(self.gpus)
+
+    @property
+    def slowest(self) -> MeasuredGpu:
+        return max(self.gpus, key=lambda gpu: gpu.step_ms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the runs, as JSON values."""
+        fields = dataclasses.asdict(replace(self, runs=(), predicted=None, program_facts=NO_PROGRAM))
+        del fields["runs"], fields["program_facts"]
+        fields["predicted"] = self.predicted.to_dict() if self.predicted else None
+        return {"estimated": False, **fields}
+
+
+def measure(recording: Recording, predicted: Inspection | None = None, notes: Sequence[str] = ()) -> Measurement:
+    """Measures a recording.
+
+    Args:
+      predicted: an estimate for the recording's program, which is shown beside the measured times.
+      notes: sentences on this estimate.
+    """
+    program = Program.of(recording.module)
+    runs = [GpuRuns.of_gpu(gpu, recording.module) for gpu in recording.gpus]
+    offsets = _clock_offsets(runs, program)
+    runs = [of_gpu.earlier(offsets.get(of_gpu.gpu.host, 0.0)) for of_gpu in runs]
+    steps = max(of_gpu.steps for of_gpu in runs)
+    kinds = _Kinds(program)
+    collectives, met = collectives_of(runs, program, max(steps, 1), kinds.__getitem__, predicted)
+    waited, delays = waits_of(met)
+    computing = [[(kinds[name], run) for name, run in of_gpu.computing] for of_gpu in runs]
+    known = disturbance.alone(itertools.chain.from_iterable(computing))
+    gpus = []
+    for of_gpu, executions in zip(runs, computing, strict=True):
+        lost = disturbance.slow_down(executions, of_gpu.communication, known)
+        number = of_gpu.gpu.number
+        gpus.append(_gpu(of_gpu, lost, max(of_gpu.steps, 1), waited.get(number, 0.0), delays.get(number, 0.0)))
+    return Measurement(
+        source=recording.source,
+        program=recording.program,
+        hosts=recording.hosts,
+        steps=steps,
+        gpus=tuple(gpus),
+        collectives=tuple(collectives),
+        clock_offsets_ms={host: 1e3 * seconds for host, seconds in offsets.items()},
+        notes=(*recording.notes, *_notes(recording, runs, offsets), *notes),
+        predicted=predicted,
+        runs=tuple(runs),
+        program_facts=program,
+    )
+
+
+class _Kinds(dict[str, Hashable]):
+    """Maps the name of an instruction to its profile key, or to its name if it has no key."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __missing__(self, name: str) -> Hashable:
+        instruction = self._program.instructions.get(name)
+        self[name] = found = (key_of(instruction) if instruction is not None else None) or name
+        return found
+
+
+def _gpu(runs: GpuRuns, lost: SlowDown, steps: int, waited: float, delays: float) -> MeasuredGpu:
+    report = trace.report(runs.gpu.name, runs.gpu.kernels)
+    causes = idle.pauses(runs.gpu.kernels, runs.gpu.launched, [1e3 * start for start in runs.unshifted])
+    return MeasuredGpu(
+        gpu=runs.gpu.number,
+        host=runs.gpu.host,
+        step_ms=report.span_ms / steps,
+        compute_ms=report.compute_ms / steps,
+        slow_down_ms=1e3 * lost.seconds / steps,
+        slow_down_known=lost.known_share,
+        communication_ms=report.communication_ms / steps,
+        hidden_ms=report.hidden_ms / steps,
+        exposed_ms=report.exposed_ms / steps,
+        idle_ms=report.idle_ms / steps,
+        waited_ms=1e3 * waited / steps,
+        delays_ms=1e3 * delays / steps,
+        pauses={str(cause): replace(found, ms=found.ms / steps) for cause, found in causes.items()},
+        streams=tuple(
+            replace(s, compute_ms=s.compute_ms / steps, communication_ms=s.communication_ms / steps)
+            for s in report.streams
+        ),
+    )
+
+
+def _clock_offsets(runs: Sequence[GpuRuns], program: Program) -> dict[str, float]:
+    """How far each host's clock is ahead of the first host's, in seconds."""
+    recorded = [of_gpu.gpu.number for of_gpu in runs]
+    names = sorted(set().union(*(of_gpu.collectives for of_gpu in runs)))
+    return arrivals.clock_offsets(
+        {of_gpu.gpu.number: of_gpu.gpu.host for of_gpu in runs},
+        (({r.gpu.number: r.of.get(name, ()) for r in runs}, program.groups(name, recorded)) for name in names),
+    )
+
+
+def _notes(recording: Recording, runs: Sequence[GpuRuns], offsets: Mapping[str, float]) -> Iterator[str]:
+    if apart := [host for host in recording.hosts if host not in offsets]:
+        yield f"no collective aligns the clocks of {', '.join(apart)}: who waits for whom is not known there"
+    if recording.module is None:
+        return
+    if not all(of_gpu.steps for of_gpu in runs):
+        yield "the trace holds no whole step: times are for the whole trace"
+    if len({of_gpu.steps for of_gpu in runs}) > 1:
+        yield "the GPUs recorded different numbers of steps; each one's times are for one of its own steps"
+    devices = recording.module.partitions
+    if devices > len(runs):
+        yield (
+            f"{len(runs)} of {devices} GPUs were recorded: who waits for the others is unknown, and links may be "
+            "faster than shown"
+        )

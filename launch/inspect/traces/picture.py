@@ -1,0 +1,62 @@
+"""The timeline of one measured step on one GPU, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dhelix.launch.inspect.traces.collectives import UNNAMED, Program
+from dhelix.launch.inspect.traces.measurement import Measurement
+from dhelix.launch.inspect.traces.tables import headline
+from dhelix.launch.shown.figures import SHORT
+from dhelix.launch.shown.instruction_words import describe, part_of
+from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
+from dhelix.passes.framework import fingerprint
+from dhelix.runtime.profiling.traces.gpu_runs import GpuRuns
+
+_AROUND = 3.0  # the enlarged period is so many times as long as the exposed collective in its middle
+_LONGEST = 0.2  # and at most this fraction of the step
+
+
+def of(measured: Measurement, title: str = "") -> Picture:
+    """The second step of the GPU with the longest steps, or the only one, or the whole trace if steps are unknown."""
+    number = max(range(len(measured.gpus)), key=lambda n: measured.gpus[n].step_ms)
+    runs = measured.runs[number]
+    begin, end = _step(runs)
+    bars = tuple(sorted(_bars(runs, measured.program_facts, begin, end), key=lambda bar: (bar.start, bar.end)))
+    where = f"GPU {runs.gpu.number}" + (f" of {runs.gpu.host}" if len(measured.hosts) > 1 else "")
+    summary = f"{where}: {headline(measured)}"
+    return Picture(title or fingerprint.unmark(measured.program), summary, bars, tuple(_windows(measured, bars)))
+
+
+def _step(runs: GpuRuns) -> tuple[float, float]:
+    """When the step that is drawn begins and ends, in seconds."""
+    last = max(run.end for of in runs.of.values() for run in of)
+    edges = [*runs.starts, last] or [min(run.start for of in runs.of.values() for run in of), last]
+    if len(edges) == 1:
+        edges = [min(run.start for of in runs.of.values() for run in of), last]
+    number = 1 if len(edges) > 2 else 0
+    return edges[number], edges[number + 1]
+
+
+def _bars(runs: GpuRuns, program: Program, begin: float, end: float) -> Iterator[Bar]:
+    for name, executions in runs.of.items():
+        instruction = program.instructions.get(name)
+        what = describe(instruction) if instruction is not None else name or UNNAMED
+        part = part_of(instruction) if instruction is not None else "other"
+        lane = COMMUNICATION if name in runs.collectives else COMPUTE
+        for run in executions:
+            if begin <= run.start < end:
+                start, stop = 1e3 * (run.start - begin), 1e3 * (run.end - begin)
+                yield Bar(start, stop, lane, part, what, name or UNNAMED, SHORT.get(what, ""))
+
+
+def _windows(measured: Measurement, bars: tuple[Bar, ...]) -> Iterator[Window]:
+    """The period around one execution of the most exposed collective."""
+    worst = next((one.instruction for one in measured.collectives if one.exposed_ms > 0.0), None)
+    found = [bar for bar in bars if bar.name == worst]
+    if not found:
+        return
+    bar, length = found[len(found) // 2], max(each.end for each in bars)
+    width = min(_AROUND * (bar.end - bar.start), _LONGEST * length)
+    start = max(0.0, min((bar.start + bar.end - width) / 2, length - width))
+    yield Window(start, start + width, f"around {worst}, the most exposed collective: {width:.2f} ms")

@@ -1,0 +1,234 @@
+"""Prints measurements of traces: a headline, then tables of the step, the GPUs, the collectives and the pauses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch.inspect.traces.collectives import MeasuredCollective, median_speed
+from dhelix.launch.inspect.traces.measurement import MeasuredGpu, Measurement
+from dhelix.launch.shown.units import Unit, size_unit, time_unit
+from dhelix.runtime.profiling.traces.idle import Pauses
+
+_ROWS = (
+    ("step", "step_ms"),
+    ("compute", "compute_ms"),
+    ("  lost because collectives run beside it", "slow_down_ms"),
+    ("communication", "communication_ms"),
+    ("  hidden under compute", "hidden_ms"),
+    ("  exposed", "exposed_ms"),
+    ("  waits for other GPUs", "waited_ms"),
+    ("nothing runs", "idle_ms"),
+)
+_PREDICTED = {
+    "step_ms": "step_ms",
+    "compute_ms": "compute_ms",
+    "slow_down_ms": "slow_down_ms",
+    "communication_ms": "communication_ms",
+    "hidden_ms": "hidden_ms",
+    "exposed_ms": "exposed_ms",
+    "idle_ms": "idle_ms",
+}
+"""Fields of `Inspection` that predict the fields of `MeasuredGpu`."""
+
+
+def print_tables(found: Sequence[Measurement], top: int = 12, console: Console | None = None) -> None:
+    """Prints one measurement, or two side by side, the second one after a change."""
+    if console is None:
+        console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
+    for measured in found:
+        console.print(f"{measured.source}: {measured.program}, {_recorded(measured)}", style="bold")
+        for note in measured.notes:
+            console.print(f"  {note}", style="yellow")
+        console.print(headline(measured), soft_wrap=True)
+    if len(found) == 2:
+        before, after = (measured.mean("step_ms") for measured in found)
+        console.print(f"A step takes {after / before:.2f} x the time of the first trace.", style="bold")
+        if not all(measured.steps for measured in found):
+            console.print("  Not a fair comparison: the number of steps is unknown.", style="yellow")
+    console.print(_steps(found))
+    if len(found) == 2:
+        console.print(_collectives_of_both(found, top))
+    for number, measured in enumerate(found, 1):
+        name = f" of trace {number}" if len(found) > 1 else ""
+        unit = time_unit([measured.mean("step_ms")])
+        if len(measured.gpus) > 1:
+            console.print(_gpus(measured, name, unit, top))
+        if measured.collectives:
+            console.print(_collectives(measured, name, unit, top))
+        else:
+            console.print(f"No collectives{name}.")
+        console.print(_pauses(measured, name, unit))
+
+
+def headline(measured: Measurement) -> str:
+    """One sentence: how long a step takes, and how much of its communication is hidden."""
+    unit = time_unit([measured.mean("step_ms")])
+    of = "A step takes" if measured.steps else "The trace lasts"
+    hidden, total = measured.mean("hidden_ms"), measured.mean("communication_ms")
+    words = f"{of} {unit.text(measured.mean('step_ms'))}, measured."
+    if total:
+        words += f" Of {unit.text(total)} communication, {hidden / total:.0%} is hidden and "
+        words += f"{unit.text(total - hidden)} exposed."
+    last = max(measured.gpus, key=lambda gpu: gpu.delays_ms)
+    if last.delays_ms > 0.01 * measured.mean("step_ms"):
+        words += f" GPU {last.gpu} of {last.host} arrives last: others wait {unit.text(last.delays_ms)} for it alone."
+    return words
+
+
+def _recorded(measured: Measurement) -> str:
+    steps = f"{measured.steps:,} steps" if measured.steps != 1 else "1 step"
+    hosts = f" of {len(measured.hosts)} hosts" if len(measured.hosts) > 1 else ""
+    gpus = "1 GPU" if len(measured.gpus) == 1 else f"{len(measured.gpus)} GPUs"
+    return f"{steps if measured.steps else 'an unknown number of steps'} on {gpus}{hosts}"
+
+
+def _steps(found: Sequence[Measurement]) -> Table:
+    one = "One step" if all(measured.steps for measured in found) else "The whole trace"
+    table = Table(title=f"{one}, mean of the GPUs", title_justify="left", title_style="bold")
+    table.add_column("")
+    if len(found) == 2:
+        for heading in ("before", "after", "after / before"):
+            table.add_column(heading, justify="right")
+    else:
+        bounds = ("least", "most") if len(found[0].gpus) > 1 else ()
+        for heading in ("measured", *bounds, "predicted"):
+            table.add_column(heading, justify="right")
+    unit = time_unit([measured.mean("step_ms") for measured in found])
+    for words, field in _ROWS:
+        means = [measured.mean(field) for measured in found]
+        shown = [unit.text(mean) for mean in means]
+        if len(found) == 2:
+            shown.append(f"{means[1] / means[0]:.2f} x" if unit.text(means[0]) != unit.text(0.0) else "")
+        else:
+            every = [getattr(gpu, field) for gpu in found[0].gpus]
+            shown += [unit.text(min(every)), unit.text(max(every))] if len(every) > 1 else []
+            shown.append(_predicted(found[0], field, unit))
+        table.add_row(words, *shown, style="bold" if field in ("step_ms", "exposed_ms") else "")
+    known = min(gpu.slow_down_known for measured in found for gpu in measured.gpus)
+    if known < 0.995:
+        table.caption = f"What overlap costs is known for {known:.0%} of the overlapping compute."
+    return table
+
+
+def _predicted(measured: Measurement, field: str, unit: Unit) -> str:
+    if measured.predicted is None or field not in _PREDICTED:
+        return "-"
+    return unit.text(getattr(measured.predicted, _PREDICTED[field]))
+
+
+def _gpus(measured: Measurement, name: str, unit: Unit, top: int) -> Table:
+    title = f"GPUs{name}, those that others wait for first"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("GPU", "host"):
+        table.add_column(column, overflow="fold")
+    for column in ("step", "compute", "hidden", "exposed", "nothing runs", "waits", "others wait for it"):
+        table.add_column(column, justify="right", no_wrap=True)
+    ordered = sorted(measured.gpus, key=lambda gpu: (-gpu.delays_ms, gpu.gpu))
+    for gpu in ordered[:top]:
+        table.add_row(f"{gpu.gpu}", gpu.host, *(unit.text(ms) for ms in _times(gpu)))
+    if ordered[top:]:
+        table.caption = f"and {len(ordered) - top} more (--top)"
+    return table
+
+
+def _times(gpu: MeasuredGpu) -> tuple[float, ...]:
+    return gpu.step_ms, gpu.compute_ms, gpu.hidden_ms, gpu.exposed_ms, gpu.idle_ms, gpu.waited_ms, gpu.delays_ms
+
+
+def _collectives(measured: Measurement, name: str, unit: Unit, top: int) -> Table:
+    table = Table(title=f"Collectives{name}, most exposed first", title_justify="left", title_style="bold")
+    table.add_column("collective", overflow="fold")
+    for column in ("devices", "runs", "size", "hidden", "exposed", "waits", "slowed", "GB/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if measured.predicted is not None:
+        table.add_column("predicted: exposed", justify="right")
+    table.add_column(f"hidden under ({unit.name} per run)", overflow="fold")
+    for one in measured.collectives[:top]:
+        row = [
+            one.instruction if one.kind in one.instruction else f"{one.instruction} ({one.kind})",
+            f"{one.devices:,}" + (f" over {', '.join(one.axes)}" if one.axes else "") if one.devices else "?",
+            f"{one.executions:,.0f}" if one.executions == round(one.executions) else f"{one.executions:,.1f}",
+            size_unit([one.bytes]).text(one.bytes) if one.bytes else "?",
+            unit.text(one.hidden_ms),
+            unit.text(one.exposed_ms),
+            unit.text(one.waited_ms),
+            "?" if one.slow_down_ms is None else unit.text(one.slow_down_ms),
+            _speed(one),
+        ]
+        if measured.predicted is not None:
+            row.append("-" if one.predicted_exposed_ms is None else unit.text(one.predicted_exposed_ms))
+        table.add_row(*row, _under(one, unit))
+    left = measured.collectives[top:]
+    if left:
+        table.caption = f"and {len(left)} more, {unit.text(sum(one.exposed_ms for one in left))} exposed (--top)"
+    return table
+
+
+def _speed(one: MeasuredCollective) -> str:
+    """The median bandwidth, and that of the slowest group if it is more than a tenth lower."""
+    middle = median_speed(one)
+    if middle is None:
+        return "?"
+    slowest = next(group for group in one.groups if group.gb_per_s is not None)
+    if (slowest.gb_per_s or 0.0) > 0.9 * middle:
+        return f"{middle:,.1f}"
+    return f"{middle:,.1f}; GPUs {_listed(slowest.gpus)}: {slowest.gb_per_s:,.1f}"
+
+
+def _listed(gpus: Sequence[int]) -> str:
+    return ", ".join(map(str, gpus[:4])) + (", ..." if len(gpus) > 4 else "")
+
+
+def _under(one: MeasuredCollective, unit: Unit) -> str:
+    kinds: dict[str, float] = {}
+    for under in one.under:
+        kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
+    longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
+    parts = [(what, ms / unit.size) for what, ms in longest]
+    return ", ".join(f"{what} {time:.2f}" for what, time in parts if time >= 0.005) or "nothing"
+
+
+def _pauses(measured: Measurement, name: str, unit: Unit) -> Table:
+    """When nothing runs, by cause, on the GPU that pauses longest."""
+    gpu = max(measured.gpus, key=lambda gpu: gpu.idle_ms)
+    title = f"Nothing runs on GPU {gpu.gpu}{name}, most time first"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("cause")
+    for column in ("time", "pauses in the trace", "longest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("before", overflow="fold")
+    for cause, found in gpu.pauses.items():
+        table.add_row(cause, unit.text(found.ms), f"{found.count:,}", *_longest(found))
+    return table
+
+
+def _longest(found: Pauses) -> tuple[str, str]:
+    return time_unit([found.longest_ms]).text(found.longest_ms), found.longest_before
+
+
+def _collectives_of_both(found: Sequence[Measurement], top: int) -> Table:
+    """Collectives with equal kind, size and number of devices share a row. Without the program, names decide."""
+    table = Table(title="Collectives of both traces, largest gain first", title_justify="left", title_style="bold")
+    for column in ("collective", "devices", "size"):
+        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    for column in ("runs", "time", "exposed"):
+        table.add_column(f"{column}, before -> after", justify="right", no_wrap=True)
+    rows: dict[tuple[str, int, int], list[list[float]]] = {}
+    for side, measured in enumerate(found):
+        for one in measured.collectives:
+            row = rows.setdefault((one.kind or one.instruction, one.devices, one.bytes), [[0.0] * 3, [0.0] * 3])
+            for number, value in enumerate((one.executions, one.total_ms, one.exposed_ms)):
+                row[side][number] += value
+    unit = time_unit([measured.mean("step_ms") for measured in found])
+    ordered = sorted(rows.items(), key=lambda item: (item[1][1][2] - item[1][0][2], item[0]))
+    for (kind, devices, size), (before, after) in ordered[:top]:
+        runs = f"{before[0]:,.0f} -> {after[0]:,.0f}"
+        times = [f"{unit.text(before[k])} -> {unit.text(after[k])}" for k in (1, 2)]
+        table.add_row(kind, f"{devices:,}" if devices else "?", size_unit([size]).text(size), runs, *times)
+    if ordered[top:]:
+        table.caption = f"and {len(ordered) - top} more (--top)"
+    return table

@@ -1,0 +1,219 @@
+"""All GPUs of one recording: the files that the processes of a job wrote into one folder, and the programs in them.
+
+    found = recording.load("/tmp/trace")      # a folder of jax.profiler.trace, or one file of it
+    found.gpus[3].kernels                     # of the fourth GPU, counted over all hosts
+
+The profiler writes `plugins/profile/<time>/<host>.xplane.pb`, one file for each host, and the same events as
+`<host>.trace.json.gz`. The JSON is read only where there is no `.xplane.pb`. Hosts are sorted by name, and their GPUs
+are numbered in this order. A job whose processes have another order than its hosts' names has other numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+from dhelix.runtime.profiling.traces import json_trace, trace, traced_modules
+from dhelix.runtime.profiling.traces.trace import Kernel, Profile
+
+PROTO, JSON = ".xplane.pb", (".trace.json.gz", ".trace.json")
+_FIRST_FIELD = re.compile(rb"\x0a[\x80-\xff]*[\x00-\x7f](\x08[\x80-\xff]*[\x00-\x7f])?\x12[\x80-\xff]*[\x00-\x7f]/")
+"""An XSpace begins with a plane, which has an id (1) and a name (2), such as /device:GPU:0."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of a recording.
+
+    Attributes:
+      number: counts from 0 over all hosts.
+      host: name of its host's file.
+      name: its name in this file, such as `/device:GPU:0`.
+      kernels: the kernels of the program and those that name no program, with times in milliseconds.
+      launched: when the host's calls ended, by `Kernel.launch`; empty if the trace does not hold the host's calls.
+      facts: what the profiler says of the GPU, such as `memory_size`.
+    """
+
+    number: int
+    host: str
+    name: str
+    kernels: tuple[Kernel, ...]
+    launched: dict[str, float]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the hosts of a job recorded at one time.
+
+    Attributes:
+      source: the folder or file.
+      program: name of the HLO module whose kernels take the most time. Only its kernels are in `gpus`.
+      module: this module as it ran; None if the trace does not hold it.
+      gpus: those that ran the program, on all hosts.
+      notes: sentences on what is missing or assumed.
+    """
+
+    source: str
+    program: str
+    module: HloModule | None
+    gpus: tuple[Gpu, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(gpu.host for gpu in self.gpus))
+
+
+def is_trace(path: str | Path) -> bool:
+    """Whether `path` is a profiler trace, or a folder that contains one. A file's content decides, not its name.
+
+    A folder that also contains dumps of `--xla_dump_to` counts as a dump.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return bool(_files_under(path)) and not any(path.rglob("*after_optimizations*"))
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(65536)
+    return bool(_FIRST_FIELD.match(head)) or json_trace.looks_like(head)
+
+
+def load(path: str | Path, program: str | None = None) -> Recording:
+    """Reads a trace, or all hosts' traces of the newest recording in a folder.
+
+    Args:
+      program: name of the HLO module to look at; default: the one whose kernels take the most time.
+
+    Raises:
+      DhelixError: there is no trace, a file cannot be read, no GPU was recorded, or no GPU ran the program.
+    """
+    files = _newest(Path(path))
+    profiles = {file: _profile(file) for file in files}
+    present = {file: trace.devices(profile) for file, profile in profiles.items()}
+    if not any(present.values()):
+        raise DhelixError(f"{path} holds no GPU; record the trace on GPUs, with jax.profiler.trace around some steps")
+    program, others = _choose(profiles, program, str(path))
+    modules = [m for file in files if file.name.endswith(PROTO) for m in _modules(file) if m.name == program]
+    module = modules[0] if modules else None
+    gpus, notes = [], list(others)
+    if module is None:
+        notes.append(
+            f"the trace does not hold the program {program}: names of instructions tell which communicate, and sizes, "
+            "groups and steps are unknown"
+        )
+    elif len({tuple(i.name for c in m.computations for i in c.instructions) for m in modules}) > 1:
+        notes.append(f"the trace holds several programs named {program}: the first one is taken")
+    for file in files:
+        profile = profiles[file]
+        launched = _launched(profile)
+        for name in present[file]:
+            kernels = _inside(trace.kernels(profile, name, module, program))
+            if kernels:
+                gpus.append(Gpu(len(gpus), _host(file), name, kernels, launched, _facts(profile, name)))
+        if getattr(profile, "events", 0) >= json_trace.MOST_EVENTS:
+            notes.append(f"{file.name} holds {profile.events:,} events, as many as fit: give the {PROTO} file")
+    return Recording(str(path), program, module, tuple(gpus), tuple(notes))
+
+
+def _inside(kernels: list[Kernel]) -> tuple[Kernel, ...]:
+    """Leaves out what names no program and runs before or after the program, such as copies of its inputs."""
+    named = [kernel for kernel in kernels if kernel.module]
+    if not named:
+        return ()
+    begin, end = min(kernel.start for kernel in named), max(kernel.end for kernel in named)
+    return tuple(kernel for kernel in kernels if kernel.start >= begin and kernel.end <= end)
+
+
+def _host(file: Path) -> str:
+    """`node-3.cluster` for `node-3.cluster.xplane.pb`."""
+    suffix = next((suffix for suffix in (PROTO, *JSON) if file.name.endswith(suffix)), "")
+    return file.name.removesuffix(suffix)
+
+
+def _facts(profile: Profile, name: str) -> dict[str, Any]:
+    plane = next(plane for plane in profile.planes if plane.name == name)
+    return dict(getattr(plane, "stats", ()))
+
+
+def _files_under(folder: Path) -> list[Path]:
+    """The traces under a folder: `.xplane.pb` files, or JSON files if there are none."""
+    files = sorted(file for file in folder.rglob("*") if file.name.endswith((PROTO, *JSON)))
+    return [file for file in files if file.name.endswith(PROTO)] or files
+
+
+def _newest(path: Path) -> list[Path]:
+    """The files that belong together, sorted by name: those in the folder of the newest one."""
+    if path.is_file():
+        return [path]
+    files = _files_under(path) if path.is_dir() else []
+    if not files:
+        raise DhelixError(f"{path} holds no *{PROTO} file; record one with jax.profiler.trace({str(path)!r})")
+    newest = max(files, key=lambda file: (file.stat().st_mtime, str(file)))
+    return [file for file in files if file.parent == newest.parent]
+
+
+def _profile(file: Path) -> Profile:
+    with file.open("rb") as opened:
+        is_json = json_trace.looks_like(opened.read(65536))
+    return json_trace.load(file) if is_json else trace.load(file)
+
+
+def _modules(file: Path) -> list[HloModule]:
+    try:
+        return traced_modules.load(file)
+    except DhelixError:  # without programs, less can be said
+        return []
+
+
+def _choose(profiles: dict[Path, Profile], program: str | None, source: str) -> tuple[str, list[str]]:
+    """The program to look at, and a note on the others."""
+    took: dict[str, float] = defaultdict(float)
+    for profile in profiles.values():
+        for plane in profile.planes:
+            if plane.name and plane.name.startswith("/device:GPU:"):
+                for name, ms in _by_program(plane):
+                    took[name] += ms
+    if not took:
+        raise DhelixError(f"{source} holds no kernel that names its program; record it while a jitted function runs")
+    if program is not None and program not in took:
+        names = ", ".join(sorted(took))
+        raise DhelixError(f"{source} holds no kernel of the program {program!r}; it has {names}")
+    chosen = program or max(took, key=lambda name: (took[name], name))
+    rest = sum(ms for name, ms in took.items() if name != chosen)
+    share = rest / sum(took.values())
+    note = f"{len(took) - 1} other programs took {share:.0%} of the kernels' time and are left out"
+    return chosen, [note] if share >= 0.01 else []
+
+
+def _by_program(plane: Any) -> list[tuple[str, float]]:
+    return [
+        (str(value), event.duration_ns / 1e6)
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+        for key, value in event.stats
+        if key == "hlo_module" and value
+    ]
+
+
+def _launched(profile: Profile) -> dict[str, float]:
+    """When the host's calls that launched kernels ended, in milliseconds, by their numbers."""
+    ends: dict[str, float] = {}
+    for plane in profile.planes:
+        if not (plane.name or "").startswith("/host:"):
+            continue
+        for line in plane.lines:
+            for event in line.events:
+                if not event.name.startswith(("cu", "hip")):  # cuLaunchKernel, cuGraphLaunch, cudaMemcpyAsync
+                    continue
+                for key, value in event.stats:
+                    if key == "correlation_id":
+                        ends[str(value)] = (event.start_ns + event.duration_ns) / 1e6
+    return ends

@@ -1,0 +1,109 @@
+"""Measured times of a made-up job, against the times that it was made with, and against counting microseconds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dhelix.launch.inspect.traces.measurement import Measurement, measure
+from dhelix.runtime.profiling.traces import recording
+from dhelix.tests.launch.inspect.traces import simulated_job
+
+
+def measured(folder: Path, *late: float, **how: object) -> Measurement:
+    return measure(recording.load(simulated_job.record(folder, late, **how)))  # type: ignore[arg-type]
+
+
+def counted(late: tuple[float, ...], gpu: int, steps: int = 4) -> dict[str, float]:
+    """Milliseconds of a step in which the GPU computes, communicates, does both or nothing, counted one by one."""
+    found = simulated_job.kernels(late, steps)[gpu]
+    begin, end = min(k[1] for k in found), max(k[2] for k in found)
+    busy = {kind: np.zeros(round(end - begin), bool) for kind in ("dot", "all")}
+    for _, start, stop, name, _ in found:
+        assert name is not None
+        busy[name[:3]][round(start - begin) : round(stop - begin)] = True
+    compute, communication = busy["dot"], busy["all"]
+    counts = {
+        "step_ms": compute.size,
+        "compute_ms": compute.sum(),
+        "communication_ms": communication.sum(),
+        "hidden_ms": (compute & communication).sum(),
+        "exposed_ms": (communication & ~compute).sum(),
+        "idle_ms": (~compute & ~communication).sum(),
+    }
+    return {name: count / 1e3 / steps for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("late", [(0.0, 0.0), (0.0, 250.0), (700.0, 0.0, 100.0, 350.0)])
+def test_times_of_each_gpu_equal_counting(tmp_path: Path, late: tuple[float, ...]) -> None:
+    found = measured(tmp_path, *late)
+    assert found.steps == 4
+    for gpu in found.gpus:
+        for name, expected in counted(late, gpu.gpu).items():
+            assert getattr(gpu, name) == pytest.approx(expected, rel=1e-6), name
+        assert gpu.step_ms == pytest.approx(gpu.compute_ms + gpu.exposed_ms + gpu.idle_ms)
+
+
+def test_what_overlap_costs(tmp_path: Path) -> None:
+    """The product beside the all-gather takes 1.0 ms, and the equal one alone takes 0.9."""
+    for gpu in measured(tmp_path, 0.0, 0.0).gpus:
+        assert gpu.slow_down_ms == pytest.approx(0.1)
+        assert gpu.slow_down_known == 1.0
+
+
+def test_who_arrives_last(tmp_path: Path) -> None:
+    early, late = measured(tmp_path, 0.0, 250.0).gpus
+    assert (early.waited_ms, late.waited_ms) == (pytest.approx(0.5), pytest.approx(0.0))  # at two collectives
+    assert (early.delays_ms, late.delays_ms) == (pytest.approx(0.0), pytest.approx(0.5))
+
+
+def test_bandwidth_does_not_count_waiting(tmp_path: Path) -> None:
+    found = {one.kind: one for one in measured(tmp_path, 0.0, 600.0).collectives}
+    gather, reduce = found["all-gather"], found["all-reduce"]
+    (group,) = gather.groups
+    assert group.gpus == (0, 1)
+    assert group.transfer_ms == pytest.approx(0.8)
+    assert group.skew_ms == pytest.approx(0.6)
+    assert group.gb_per_s == pytest.approx(8 * 2**20 / 2 / 0.8e-3 / 1e9)
+    assert reduce.groups[0].gb_per_s == pytest.approx(8 * 2**20 / 0.3e-3 / 1e9)
+    assert (gather.devices, gather.bytes, gather.executions) == (2, 8 * 2**20, 1)
+    assert gather.waited_ms == pytest.approx(0.3)  # the mean of 0.6 and 0
+    assert [(under.instruction, under.what) for under in gather.under] == [("dot.2", "GEMM"), ("dot.3", "GEMM")]
+
+
+def test_two_hosts_whose_clocks_differ(tmp_path: Path) -> None:
+    late, ahead = (0.0, 0.0, 0.0, 300.0), 40_000.0
+    found = measured(tmp_path, *late, hosts={"node-0": 0.0, "node-1": ahead})
+    assert found.hosts == ("node-0", "node-1")
+    assert [gpu.host for gpu in found.gpus] == ["node-0", "node-0", "node-1", "node-1"]
+    assert found.clock_offsets_ms == {"node-0": 0.0, "node-1": pytest.approx(ahead / 1e3)}
+    assert [gpu.waited_ms for gpu in found.gpus] == pytest.approx([0.6, 0.6, 0.6, 0.0], abs=1e-6)
+    assert found.gpus[3].delays_ms == pytest.approx(1.8)
+
+
+def test_pauses(tmp_path: Path) -> None:
+    (gpu, _) = measured(tmp_path, 0.0, 0.0).gpus
+    (cause,) = gpu.pauses
+    assert cause == "between steps"
+    assert gpu.pauses[cause].count == 3
+    assert gpu.pauses[cause].ms == pytest.approx(gpu.idle_ms)
+
+
+def test_without_the_program_names_count(tmp_path: Path) -> None:
+    found = measured(tmp_path, 0.0, 0.0, whole=False)
+    assert found.steps == 0
+    assert found.gpus[0].hidden_ms == pytest.approx(4 * counted((0.0, 0.0), 0)["hidden_ms"])
+    assert [(one.instruction, one.kind) for one in found.collectives] == [
+        ("all-reduce.1", ""),
+        ("all-gather-start.1", ""),
+    ]
+    assert any("does not hold the program jit_step" in note for note in found.notes)
+
+
+def test_the_json_of_a_trace_says_the_same(tmp_path: Path) -> None:
+    file = simulated_job.record_json(tmp_path / "node-0.trace.json.gz", (0.0, 250.0))
+    assert recording.is_trace(file)
+    found, whole = measure(recording.load(file)), measured(tmp_path / "whole", 0.0, 250.0)
+    for one, other in zip(found.gpus, whole.gpus, strict=True):
+        assert one.exposed_ms == pytest.approx(4 * other.exposed_ms)
+        assert one.waited_ms == pytest.approx(4 * other.waited_ms)
