@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,14 @@ from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, inspe
 from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
 from dhelix.launch.inspect.traces import command as traces
 from dhelix.launch.shown import timeline_plot
+from dhelix.launch.shown.page import write as page
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
+from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import Gain
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.profiling.traces import recording
+
+_ALL = 10_000  # rows of a table in the page
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -56,8 +60,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
     titles = values.titles
     if len(titles) > len(paths):
         raise DhelixError(f"--titles has {len(titles)} titles for {len(paths)} dump(s): give one for each dump")
-    if values.headline and not values.png:
-        raise DhelixError("--headline is printed in the picture; add --png FILE")
+    if values.headline and not (values.png or values.html):
+        raise DhelixError("--headline is printed in the picture; add --png FILE or --html FILE")
     if any(map(recording.is_trace, paths)):
         return traces.run(values, paths)
     if values.program:
@@ -72,6 +76,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
         save_png(found, values.png, values.headline)
     if values.perfetto:
         timeline_plot.save_perfetto([i.picture for i in found], values.perfetto)
+    if values.html:
+        save_html(found, values.html, values.headline)
+    for file in filter(None, (values.png, values.perfetto, values.html)):
+        print(f"dhelix inspect: wrote {file}", file=sys.stderr)
     if values.json:
         print(to_json(found))
     else:
@@ -166,34 +174,55 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
     for inspection in found:
-        console.print(
-            f"{inspection.source}: {inspection.module}, {inspection.instructions:,} instructions",
-            style="bold",
-        )
-        for note in inspection.notes:
+        console.print(_name(inspection), style="bold")
+        for note in _notes(inspection):
             console.print(f"  {note}", style="yellow")
-        if inspection.unknown_kernels:
-            console.print(f"  {unknown_text(inspection)}: {_unknown(inspection)}", style="yellow")
-    console.print(_estimate(found))
+    for line, style in _headlines(found):
+        console.print(line, style=style)
+    for shown in _tables(found, top):
+        console.print(shown, style="yellow" if isinstance(shown, str) and shown.startswith("  *") else None)
+
+
+def save_html(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
+    """Writes the timelines and all rows of all tables as one page, see `dhelix.launch.shown.page`."""
+    names = " and ".join(fingerprint.unmark(inspection.module) for inspection in found)
+    headlines = [line.strip() for line, _ in _headlines(found)]
+    tables = [shown for shown in _tables(found, _ALL) if isinstance(shown, Table)]
+    notes = [f"{inspection.source}: {note}" for inspection in found for note in _notes(inspection)]
+    page.save(path, headline or names, headlines, notes, [i.picture for i in found], tables)
+
+
+def _name(inspection: Inspection) -> str:
+    return f"{inspection.source}: {inspection.module}, {inspection.instructions:,} instructions"
+
+
+def _notes(inspection: Inspection) -> list[str]:
+    unknown = inspection.unknown_kernels
+    return [*inspection.notes, *([f"{unknown_text(inspection)}: {_unknown(inspection)}"] if unknown else [])]
+
+
+def _headlines(found: Sequence[Inspection]) -> Iterator[tuple[str, str]]:
+    """Where the times come from and what was gained, each with the style of its line."""
+    yield _estimate(found), ""
     if len(found) == 2:
         gain = Gain(*(inspection.parts for inspection in found))
-        console.print(f"{gain.time()}, compared with the first dump", style="bold")
-        console.print(f"  {gain.why()}")
+        yield f"{gain.time()}, compared with the first dump", "bold"
+        yield f"  {gain.why()}", ""
         if warning := gain.unequal():
-            console.print(f"  Not a fair comparison: {warning}", style="yellow")
-    console.print(_totals(found))
+            yield f"  Not a fair comparison: {warning}", "yellow"
+
+
+def _tables(found: Sequence[Inspection], top: int) -> Iterator[Table | str]:
+    """The tables, and sentences in place of empty ones and on single rows."""
+    yield _totals(found)
     if len(found) == 2:
-        console.print(_collectives_of_both(found, top))
+        yield _collectives_of_both(found, top)
     for inspection in found:
         name = f" of {inspection.picture.title}" if len(found) > 1 else ""
-        if inspection.collectives:
-            console.print(_collectives(inspection, name, top))
-        else:
-            console.print(f"No collectives{name}.")
+        yield _collectives(inspection, name, top) if inspection.collectives else f"No collectives{name}."
         for report in inspection.collectives[:top]:
-            for note in report.notes:
-                console.print(f"  * {report.instruction}: {note}", style="yellow")
-        console.print(_copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}.")
+            yield from (f"  * {report.instruction}: {note}" for note in report.notes)
+        yield _copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}."
 
 
 def _estimate(found: Sequence[Inspection]) -> str:

@@ -54,6 +54,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("json", False, "print everything as JSON instead of tables", flag_values=values)
     flags.DEFINE_string("png", None, "draw the timeline to this PNG file", flag_values=values)
     flags.DEFINE_string("perfetto", None, "write the timeline to this file for ui.perfetto.dev", flag_values=values)
+    flags.DEFINE_string(
+        "html", None, "write timeline and tables as one page for a browser to this file", flag_values=values
+    )
     flags.DEFINE_list("titles", [], "titles in the picture, one for each dump", flag_values=values)
-    flags.DEFINE_string("headline", "", "headline of the picture", flag_values=values)
+    flags.DEFINE_string("headline", "", "headline of the picture or the page", flag_values=values)
     flags.DEFINE_integer("top", 12, "largest number of rows in a table", lower_bound=1, flag_values=values)

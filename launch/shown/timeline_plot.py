@@ -26,7 +26,7 @@ from dhelix.runtime.profiling.traces.trace import Interval, length, merge
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 # Key of a bar -> (colour, text in the legend). This is the order in the legend, and in columns from bottom to top.
-_COLOURS = {
+COLOURS = {
     "alpha": (ALPHA, "strand α"),
     "backward": (ALPHA, "backward"),
     "beta": (BETA, "strand β"),
@@ -170,14 +170,14 @@ def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
 
 
 def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
-    """The intervals in which a lane is busy, by key of _COLOURS. Each list is disjoint and sorted.
+    """The intervals in which a lane is busy, by key of COLOURS. Each list is disjoint and sorted.
 
     The keys of a compute lane are the keys of its bars. The keys of a communication lane are `hidden` and `exposed`. If
     communication cannot overlap with compute, the only key is `communication`.
     """
     bars = [bar for bar in picture.bars if bar.lane == lane]
     if not is_communication(lane):
-        keys = [key for key in _COLOURS if any(bar.key == key for bar in bars)]
+        keys = [key for key in COLOURS if any(bar.key == key for bar in bars)]
         return {key: merge((b.start, b.end) for b in bars if b.key == key) for key in keys}
     compute = merge((b.start, b.end) for b in picture.bars if not is_communication(b.lane))
     busy = merge((bar.start, bar.end) for bar in bars)
@@ -212,7 +212,7 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
         axis.axhspan(-row - 0.4, -row + 0.4, color=FAINT, lw=0)
         for key, intervals in pieces(picture, lane).items():
             top = bottom + 0.8 * _shares(intervals, edges)
-            axis.fill_between(edges[:-1], bottom, top, step="post", color=_COLOURS[key][0], lw=0, rasterized=True)
+            axis.fill_between(edges[:-1], bottom, top, step="post", color=COLOURS[key][0], lw=0, rasterized=True)
             bottom = top
     _finish(axis, picture, span)
     long = 1.25 * len(picture.title) + len(picture.summary) > _TITLE_CHARACTERS
@@ -255,7 +255,7 @@ def _draw_bars(axis: Any, picture: Picture, lane: str, y: float, window: Window,
     axis.axhspan(y - 0.4, y + 0.4, color=FAINT, lw=0, zorder=0)
     for key, intervals in pieces(picture, lane).items():
         shown = list(_clip(intervals, window))
-        axis.broken_barh([(s + shift, e - s) for s, e in shown], (y - 0.4, 0.8), color=_COLOURS[key][0], lw=0)
+        axis.broken_barh([(s + shift, e - s) for s, e in shown], (y - 0.4, 0.8), color=COLOURS[key][0], lw=0)
     room = span / 165  # width of a character in milliseconds
     for bar in picture.bars:
         clipped = list(_clip([(bar.start, bar.end)], window)) if bar.lane == lane else []
@@ -299,7 +299,7 @@ def _legend(figure: Any, pictures: Sequence[Picture], footnote: str) -> None:
         if length(intervals) > 0.001 * picture.end
     }
     words: dict[str, list[str]] = {}  # keys with the same colour share an entry of the legend
-    for key, (colour, word) in _COLOURS.items():
+    for key, (colour, word) in COLOURS.items():
         if key in shown:
             words.setdefault(colour, []).append(word)
     handles = [Patch(color=colour, label=", ".join(named)) for colour, named in words.items()]

@@ -84,7 +84,7 @@ def test_flags_of_commands_that_need_gpus_exist(capsys: pytest.CaptureFixture[st
 
 
 WRITTEN = {
-    "inspect.md": "timeline.png",
+    "inspect.md": "timeline.png step.html",
     "pipeline.md": "fold.svg",
     "plan.md": "plan.json plan.png",
     "profile.md": "pairs.png",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+from rich.table import Table
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import targets
@@ -21,10 +22,14 @@ from dhelix.launch.inspect.inspection import Inspection, inspect_module
 from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
 from dhelix.launch.inspect.traces import picture
 from dhelix.launch.inspect.traces.measurement import Measurement, measure
-from dhelix.launch.inspect.traces.tables import print_tables
+from dhelix.launch.inspect.traces.tables import comparison, headline, print_tables, tables
 from dhelix.launch.shown import timeline_plot
+from dhelix.launch.shown.page import write as page
+from dhelix.launch.shown.timeline_plot import Picture
 from dhelix.runtime.profiling.traces import recording
 from dhelix.runtime.profiling.traces.recording import Recording
+
+_ALL = 10_000  # rows of a table in the page
 
 
 def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
@@ -39,19 +44,30 @@ def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
         recorded = recording.load(path, values.program)
         predicted, notes = _predicted(recorded, values)
         found.append(measure(recorded, predicted, notes))
-    if values.png or values.perfetto:
+    if values.png or values.perfetto or values.html:
         titles = [*values.titles, *([""] if len(paths) == 1 else (Path(path).name for path in paths))]
         pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=False)]
         if values.png:
             timeline_plot.save_png(pictures, values.png, values.headline, "Measured in one step on one GPU.")
         if values.perfetto:
             timeline_plot.save_perfetto(pictures, values.perfetto)
-        for file in filter(None, (values.png, values.perfetto)):
+        if values.html:
+            _save_html(found, pictures, values.html, values.headline)
+        for file in filter(None, (values.png, values.perfetto, values.html)):
             print(f"dhelix inspect: wrote {file}", file=sys.stderr)
     if values.json:
         print(to_json(found))
     else:
         print_tables(found, values.top)
+
+
+def _save_html(found: Sequence[Measurement], pictures: Sequence[Picture], path: str, title: str) -> None:
+    headlines = [headline(measured) for measured in found]
+    if len(found) == 2:
+        headlines.append(comparison(found))
+    notes = [f"{measured.source}: {note}" for measured in found for note in measured.notes]
+    shown = [table for table in tables(found, _ALL) if isinstance(table, Table)]
+    page.save(path, title or found[0].program, headlines, notes, pictures, shown)
 
 
 def _predicted(recorded: Recording, values: flags.FlagValues) -> tuple[Inspection | None, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -45,23 +45,30 @@ def print_tables(found: Sequence[Measurement], top: int = 12, console: Console |
             console.print(f"  {note}", style="yellow")
         console.print(headline(measured), soft_wrap=True)
     if len(found) == 2:
-        before, after = (measured.mean("step_ms") for measured in found)
-        console.print(f"A step takes {after / before:.2f} x the time of the first trace.", style="bold")
-        if not all(measured.steps for measured in found):
-            console.print("  Not a fair comparison: the number of steps is unknown.", style="yellow")
-    console.print(_steps(found))
+        console.print(comparison(found), style="bold")
+    for table in tables(found, top):
+        console.print(table)
+
+
+def comparison(found: Sequence[Measurement]) -> str:
+    """How the second trace's steps compare with the first one's."""
+    before, after = (measured.mean("step_ms") for measured in found)
+    fair = "" if all(m.steps for m in found) else " (not a fair comparison: the number of steps is unknown)"
+    return f"A step takes {after / before:.2f} x the time of the first trace{fair}."
+
+
+def tables(found: Sequence[Measurement], top: int) -> Iterator[Table | str]:
+    """All tables, with at most `top` rows each; a sentence where there are no collectives."""
+    yield _steps(found)
     if len(found) == 2:
-        console.print(_collectives_of_both(found, top))
+        yield _collectives_of_both(found, top)
     for number, measured in enumerate(found, 1):
         name = f" of trace {number}" if len(found) > 1 else ""
         unit = time_unit([measured.mean("step_ms")])
         if len(measured.gpus) > 1:
-            console.print(_gpus(measured, name, unit, top))
-        if measured.collectives:
-            console.print(_collectives(measured, name, unit, top))
-        else:
-            console.print(f"No collectives{name}.")
-        console.print(_pauses(measured, name, unit))
+            yield _gpus(measured, name, unit, top)
+        yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
+        yield _pauses(measured, name, unit)
 
 
 def headline(measured: Measurement) -> str:
