@@ -48,7 +48,7 @@ while header := read.read(9):
     write.write(struct.pack("<BQ", status, len(answer)) + answer)
     write.flush()
 """
-"""A program that reads HLO texts and protos, one after the other. launch/inspect/parser_process.py runs it."""
+"""A program that reads HLO texts and protos, one after the other. launch/inspect/reading/parser_process.py runs it."""
 
 
 def parse_hlo_text(text: str) -> bytes:

@@ -44,8 +44,9 @@ def inspect(path: str) -> tuple[str, str]:
     from rich.console import Console
 
     from dhelix.errors import DhelixError
-    from dhelix.launch.inspect import command, dumps
+    from dhelix.launch.inspect import command
     from dhelix.launch.inspect.inspection import inspect_module
+    from dhelix.launch.inspect.reading import dumps
     from dhelix.passes.evaluation.costs import Costs
     from dhelix.profiles.hardware import ALL
 

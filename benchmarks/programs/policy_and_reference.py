@@ -115,7 +115,7 @@ def compiled(step: Any, arguments: tuple[Any, ...], gpu: str, mesh: Any, strands
     import jax
 
     from dhelix import strand_interleave
-    from dhelix.launch.inspect import dumps
+    from dhelix.launch.inspect.reading import dumps
     from dhelix.launch.plan.program import Program
     from dhelix.passes.framework.manager import Stage
     from dhelix.runtime.compiler import registration, tuned

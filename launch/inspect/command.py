@@ -22,9 +22,10 @@ from rich.table import Table
 
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import NO_EFFECT
-from dhelix.launch.inspect import dumps, targets
+from dhelix.launch.inspect import targets
 from dhelix.launch.inspect.flags import NONE
 from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
 from dhelix.launch.inspect.traces import command as traces
 from dhelix.launch.shown import timeline_plot

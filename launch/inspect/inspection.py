@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.shown.figures import SHORT
 from dhelix.launch.shown.instruction_words import (
     Place,

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import DEFAULT_GPU, NO_EFFECT
-from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.plan import bounds as plan_bounds
 from dhelix.launch.plan import measured as plan_measured
 from dhelix.launch.plan import picture as plan_picture

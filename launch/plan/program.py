@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import dumps
-from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.inspect.reading import dumps
+from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.profile import step as profile_step
 from dhelix.launch.train import trainer
 from dhelix.launch.train.pipelined import PipelinedTraining

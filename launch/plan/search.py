@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect.dumps import Memory as Counted
+from dhelix.launch.inspect.reading.dumps import Memory as Counted
 from dhelix.launch.plan.program import Program
 from dhelix.launch.shown.instruction_words import bytes_moved, communicates
 from dhelix.passes.analysis.buffers import Memory

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.plan.bounds import BodyBound
 from dhelix.launch.plan.program import Program
 from dhelix.launch.plan.search import Candidate, MemoryLimit, microseconds

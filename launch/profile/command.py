@@ -27,7 +27,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import DEFAULT_GPU, INTERRUPTED
-from dhelix.launch.inspect import dumps
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.profile import in_job, workers
 from dhelix.launch.profile import output as profile_output
 from dhelix.launch.profile import processes as profile_processes

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import dumps, targets
+from dhelix.launch.inspect import targets
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.train import trainer
 from dhelix.launch.train.pipelined import PipelinedTraining
 from dhelix.models import Training

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import dumps
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.profile.step import build, gpus_of
 from dhelix.launch.profile.workers import end_with_stdin, tell
 from dhelix.profiles.files import storage

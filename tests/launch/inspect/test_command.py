@@ -16,8 +16,8 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import cli
 from dhelix.launch.inspect import command as inspect
-from dhelix.launch.inspect import dumps
 from dhelix.launch.inspect.inspection import Inspection
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.shown import instruction_words
 from dhelix.passes.hlo import HloModule
 

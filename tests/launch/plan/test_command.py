@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from dhelix.launch import cli
-from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.plan import command as plan_command
 from dhelix.launch.plan import picture as plan_picture
 from dhelix.launch.plan import program as plan_program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect.hlo_text import choose, find_modules
+from dhelix.launch.inspect.reading.hlo_text import choose, find_modules
 
 
 def module(name: str, body: str = "ROOT n = f32[8]{0} parameter(0)", header: str = ", is_scheduled=true") -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import dumps
+from dhelix.launch.inspect.reading import dumps
 from dhelix.passes import jax_compat
 from dhelix.passes.hlo import HloModule
 

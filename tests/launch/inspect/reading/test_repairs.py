@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import repairs
+from dhelix.launch.inspect.reading import repairs
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.tests.machine import slowness
 

@@ -23,8 +23,8 @@ from typing import Any
 from jaxlib import version
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import bounds, hlo_text, repairs
-from dhelix.launch.inspect.parser_process import PARSER, ParserStopped
+from dhelix.launch.inspect.reading import bounds, hlo_text, repairs
+from dhelix.launch.inspect.reading.parser_process import PARSER, ParserStopped
 from dhelix.passes.hlo import HloModule, verify
 
 _AFTER = "after_optimizations"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import parser_process
-from dhelix.launch.inspect.parser_process import ParserProcess, ParserStopped
+from dhelix.launch.inspect.reading import parser_process
+from dhelix.launch.inspect.reading.parser_process import ParserProcess, ParserStopped
 from dhelix.passes import jax_compat
 from dhelix.passes.hlo import HloModule
 

@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect.parser_process import PARSER, ParserStopped
+from dhelix.launch.inspect.reading.parser_process import PARSER, ParserStopped
 from dhelix.passes.hlo import HloModule, Instruction, schema
 
 _SPELLINGS = (

@@ -1,0 +1,1 @@
+"""Reads dumps of any XLA version, damaged or not, in bounded time and memory."""
