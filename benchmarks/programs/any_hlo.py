@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-START = 60.0  # seconds that a process may need until it is ready
+START = 600.0  # seconds that a process may need until it is ready, also on a slow machine
 GOOD = ("inspected", "refused")
 
 

@@ -22,7 +22,7 @@ from dhelix.profiles.hardware import ALL
 from dhelix.tests.machine import slowness
 
 SMALL = 16_000  # bytes
-TESTDATA = Path(__file__).parent.parent.parent / "testdata"
+TESTDATA = Path(__file__).parents[3] / "testdata"
 FILES = [path for path in sorted(TESTDATA.rglob("*.hlo")) if path.stat().st_size < SMALL]
 TEXTS = [path.read_bytes() for path in FILES]
 SECONDS, GIB = 5.0, 2**30
