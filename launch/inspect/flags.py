@@ -23,6 +23,10 @@ all GPUs and hosts whose files lie in the folder: what is hidden and exposed, wh
 are, who waits for whom, and why GPUs are idle."""
 
 AUTO, NONE = "auto", "none"
+TABLES = ("step", "time", "operations", "path", "collectives", "memory", "copies", "gpus", "pauses")
+"""All tables, in their order. A dump has no `gpus` and `pauses`, and a trace no `path`, `memory` and `copies`."""
+SHOWN = ("step", "time", "collectives", "copies", "gpus", "pauses")
+"""The tables that are printed by default."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -59,4 +63,7 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_list("titles", [], "titles in the picture, one for each dump", flag_values=values)
     flags.DEFINE_string("headline", "", "headline of the picture or the page", flag_values=values)
+    flags.DEFINE_multi_enum(
+        "show", list(SHOWN), ["all", *TABLES], "tables to print; repeat the flag for several", flag_values=values
+    )
     flags.DEFINE_integer("top", 12, "largest number of rows in a table", lower_bound=1, flag_values=values)

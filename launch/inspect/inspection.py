@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dhelix.launch.inspect.answers.answers import Answers, answer
 from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.shown.figures import SHORT
 from dhelix.launch.shown.instruction_words import (
@@ -136,6 +137,7 @@ class Inspection:
       memory: memory of one device; None if unknown.
       parts: the parts of the step's time; not in the JSON.
       picture: the timeline; not in the JSON.
+      answers: where time and memory go.
     """
 
     source: str
@@ -159,6 +161,7 @@ class Inspection:
     notes: tuple[str, ...]
     parts: StepParts = dataclasses.field(repr=False, compare=False)
     picture: Picture = dataclasses.field(repr=False, compare=False)
+    answers: Answers = dataclasses.field(repr=False, compare=False)
 
     @property
     def hidden_share(self) -> float:
@@ -172,7 +175,9 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the picture and the parts, as JSON values."""
         fields = dataclasses.asdict(dataclasses.replace(self, picture=Picture("", "", ())))
-        del fields["picture"], fields["parts"]
+        del fields["picture"], fields["parts"], fields["answers"]["words"]
+        used = self.answers.utilization
+        fields["answers"]["utilization"] |= {"mfu": used.mfu, "hfu": used.hfu}
         fields["unknown_kernels"] = self.unknown_kernels
         if self.memory is not None:
             fields["memory"]["peak"] = self.memory.peak
@@ -234,6 +239,7 @@ def inspect_module(
         notes=(*notes, *place_notes(places)),
         parts=step_parts(module, costs, played=timeline),
         picture=Picture("", "", ()),
+        answers=answer(module, costs, timeline),
     )
     copied = {copy.instruction for copy in inspection.copies}
     picture = Picture(
@@ -242,8 +248,18 @@ def inspect_module(
         tuple(_bars(timeline, instructions, parts, copied)),
         tuple(_windows(timeline, parts)),
         overlaps,
+        tuple(_memory(timeline, inspection.answers)),
     )
     return dataclasses.replace(inspection, picture=picture)
+
+
+def _memory(timeline: Timeline, answers: Answers) -> Iterator[tuple[float, int]]:
+    """When the needed memory changes, in milliseconds, and to how many bytes."""
+    starts = {interval.instruction: 1e3 * interval.start for interval in timeline.intervals}
+    at = 0.0
+    for point in answers.memory.points:
+        at = max(at, starts.get(point.instruction, at))
+        yield at, point.bytes
 
 
 def _collective(

@@ -80,6 +80,7 @@ class Picture:
       summary: one line of text next to the title.
       zoom: periods that are drawn enlarged, side by side.
       overlaps: whether communication can overlap with compute. If not, all communication has the same colour.
+      memory: when the needed memory changes, in milliseconds, and to how many bytes; only the page shows it.
     """
 
     title: str
@@ -87,6 +88,7 @@ class Picture:
     bars: tuple[Bar, ...]
     zoom: tuple[Window, ...] = ()
     overlaps: bool = True
+    memory: tuple[tuple[float, int], ...] = ()
 
     @property
     def end(self) -> float:

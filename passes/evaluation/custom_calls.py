@@ -21,7 +21,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from dhelix.passes.analysis.collectives import is_exclusive
 from dhelix.passes.hlo import Instruction, shapes
@@ -115,18 +115,18 @@ def product_flops(call: Instruction) -> float:
     factors = family_of(call).factors
     if len(call.operands) <= max(factors):
         return 0.0
-    sizes = (shapes.element_count(s) for s in (*(call.operands[n].shape for n in factors), _first(call.shape)))
+    sizes = (shapes.element_count(s) for s in (*(call.operands[n].shape for n in factors), shapes.first(call.shape)))
     return 2.0 * math.sqrt(math.prod(sizes))
 
 
 def convolution_flops(call: Instruction) -> float:
     """Operations of a convolution. The derivatives with respect to input and kernel take the same number."""
     target, operands = call.proto.custom_call_target, [o.shape for o in call.operands]
-    output, kernel = _first(call.shape), operands[1]
+    output, kernel = shapes.first(call.shape), operands[1]
     if "BackwardInput" in target:
         output = operands[0]
     elif "BackwardFilter" in target:
-        output, kernel = operands[1], _first(call.shape)
+        output, kernel = operands[1], shapes.first(call.shape)
     features = kernel.dimensions[call.proto.convolution_dimension_numbers.kernel_output_feature_dimension]
     return 2.0 * shapes.element_count(output) * shapes.element_count(kernel) / max(features, 1)
 
@@ -147,7 +147,3 @@ def attention_flops(call: Instruction, backward: bool) -> float:
     keys = arrays[1].dimensions[1] if len(arrays[0].dimensions) == 4 and len(arrays) > 1 else queries[1]
     left = 0.5 if _CAUSAL.search(_config(call)) else 1.0
     return 2.0 * (5 if backward else 2) * math.prod(queries) * keys * left
-
-
-def _first(shape: Any) -> Any:
-    return _first(shape.tuple_shapes[0]) if shapes.is_tuple(shape) and shape.tuple_shapes else shape

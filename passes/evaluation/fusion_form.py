@@ -102,17 +102,12 @@ def in_memory(shape: Any) -> tuple[tuple[int, ...], dict[int, int]]:
 
     Of a tuple, the first element counts.
     """
-    shape = first(shape)
+    shape = shapes.first(shape)
     if not shape.dimensions:
         return (), {}
     layout = shape.layout.minor_to_major or range(len(shape.dimensions) - 1, -1, -1)
     kept = [d for d in reversed(layout) if shape.dimensions[d] != 1]
     return tuple(shape.dimensions[d] for d in kept), {d: place for place, d in enumerate(kept)}
-
-
-def first(shape: Any) -> Any:
-    """The shape of a tuple's first element, or the array shape itself."""
-    return shape.tuple_shapes[0] if shapes.is_tuple(shape) else shape
 
 
 class _Graph:
@@ -216,7 +211,7 @@ def _links(
     opcode, numbers = instruction.opcode, instruction.proto.dimensions
     if opcode in _MIXING or not places:
         return
-    result = first(instruction.shape).dimensions
+    result = shapes.first(instruction.shape).dimensions
     for position, (operand, node) in enumerate(zip(instruction.operands, operands, strict=False)):
         dims, theirs = in_memory(operand.shape)
         if not dims or dims != node.dims:  # a scalar, or an update that is smaller than the operand

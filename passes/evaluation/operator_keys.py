@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
 from dhelix.passes.evaluation.custom_calls import family_of
-from dhelix.passes.evaluation.fusion_form import first, form_of, in_memory
+from dhelix.passes.evaluation.fusion_form import form_of, in_memory
 from dhelix.passes.evaluation.operator_work import payload, work_of
 from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction, shapes
@@ -202,7 +202,7 @@ def _product(product: Instruction, numbers: Any, library: str) -> _Identity:
     memory. A `b` precedes the letters of a batched product. A result that is transposed in memory counts as the
     product of the transposed operands in reverse order.
     """
-    lhs, rhs, out = product.operands[0].shape, product.operands[1].shape, first(product.shape)
+    lhs, rhs, out = product.operands[0].shape, product.operands[1].shape, shapes.first(product.shape)
     left = _letters(lhs, numbers.lhs_batch_dimensions, numbers.lhs_contracting_dimensions, "m")
     right = _letters(rhs, numbers.rhs_batch_dimensions, numbers.rhs_contracting_dimensions, "n")
     batch = [lhs.dimensions[d] for d in numbers.lhs_batch_dimensions]
@@ -251,7 +251,7 @@ def _grouped_gemm(call: Instruction, config: dict[str, Any]) -> _Identity:
 
     With `ragged-k`, the groups divide the contracted rows. With `ragged-m`, they divide the rows of the result.
     """
-    lhs, rhs, out = call.operands[0].shape, call.operands[1].shape, first(call.shape)
+    lhs, rhs, out = call.operands[0].shape, call.operands[1].shape, shapes.first(call.shape)
     numbers = _DotNumbers.of(config["dot_dimension_numbers"])
     depth = prod(lhs.dimensions[d] for d in numbers.lhs_contracting_dimensions)
     groups = shapes.element_count(call.operands[2].shape) if len(call.operands) > 2 else 1
@@ -304,7 +304,7 @@ def _copy(copy: Instruction) -> _Identity:
 
     Otherwise, the family says how the copy permutes dimensions. Dimensions that stay together count as one.
     """
-    source, result = copy.operands[0].shape, first(copy.shape)
+    source, result = copy.operands[0].shape, shapes.first(copy.shape)
     host = ["host"] if copy.opcode == "copy-start" else []
     dims, here = in_memory(source)
     places = [here[d] for d in in_memory(result)[1]]  # place in the source of each dimension of the result

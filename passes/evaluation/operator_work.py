@@ -119,7 +119,7 @@ def _dot_work(dot: Instruction, moved: int) -> Work:
 
 def _custom_call_work(call: Instruction) -> Work:
     target, config = call.proto.custom_call_target, backend_config(call)
-    result = call.shape.tuple_shapes[0] if shapes.is_tuple(call.shape) else call.shape  # the last one is a workspace
+    result = shapes.first(call.shape)  # the last one is a workspace
     operands = [shapes.byte_size(o.shape) for o in call.operands]
     if gemm := config.get("grouped_gemm_backend_config", config).get("gemm_backend_config"):
         lhs = call.operands[0].shape

@@ -88,7 +88,7 @@ def host_bytes(instruction: Instruction) -> int:
     """Bytes that an instruction moves between device and host memory. Copies and slices within host memory count 0."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode in ("copy", "copy-start"):
-        result = instruction.shape.tuple_shapes[0] if shapes.is_tuple(instruction.shape) else instruction.shape
+        result = shapes.first(instruction.shape)
         return shapes.byte_size(result) if _on_host(result) is not _on_host(operands[0].shape) else 0
     if opcode in ("dynamic-slice", "slice", "dynamic-update-slice"):
         part = operands[1].shape if opcode == "dynamic-update-slice" else instruction.shape

@@ -41,6 +41,11 @@ def is_tuple(shape: Any) -> bool:
     return shape.element_type == TUPLE
 
 
+def first(shape: Any) -> Any:
+    """The first array of a tuple, at any depth; a shape without arrays, or of an array, itself."""
+    return first(shape.tuple_shapes[0]) if is_tuple(shape) and shape.tuple_shapes else shape
+
+
 def element_count(shape: Any) -> int:
     return math.prod(shape.dimensions)
 

@@ -55,7 +55,8 @@ function draw() {
   for (const name of ["ink", "grey", "faint", "paper", "mark"]) theme[name] = style.getPropertyValue(`--${name}`).trim();
   for (const { canvas, timeline } of drawn) {
     const ratio = window.devicePixelRatio || 1;
-    const height = timeline.lanes.length * (LANE + GAP) + AXIS;
+    const rows = timeline.lanes.length + (timeline.memory.at.length ? 1 : 0);
+    const height = rows * (LANE + GAP) + AXIS;
     const wide = width(canvas), scale = wide / (view.to - view.from);
     // What the functions below need; asking the canvas for its width again would cost more than a bar.
     const frame = { wide, right: LEFT + wide, x: (time) => LEFT + (time - view.from) * scale };
@@ -66,19 +67,43 @@ function draw() {
     context.scale(ratio, ratio);
     context.font = "12px system-ui, 'DejaVu Sans', sans-serif";
     timeline.lanes.forEach((lane, row) => drawLane(context, frame, lane, row * (LANE + GAP)));
-    drawAxis(context, frame, timeline.lanes.length * (LANE + GAP));
+    if (timeline.memory.at.length) drawMemory(context, frame, timeline.memory, timeline.lanes.length * (LANE + GAP));
+    drawAxis(context, frame, rows * (LANE + GAP));
   }
   byId("shown").textContent = `${duration(view.from)} to ${duration(view.to)}, ${duration(view.to - view.from)} of ${duration(end)}`;
 }
 
-function drawLane(context, frame, lane, top) {
+function drawRow(context, frame, words, top) {
   context.fillStyle = theme.ink;
   context.textAlign = "right";
   context.textBaseline = "middle";
-  const words = lane.name.split(/(?=, | with )/);
-  words.forEach((word, n) => context.fillText(word.replace(/^, /, ""), LEFT - 10, top + LANE / 2 + 14 * (n - (words.length - 1) / 2)));
+  words.forEach((word, n) => context.fillText(word, LEFT - 10, top + LANE / 2 + 14 * (n - (words.length - 1) / 2)));
   context.fillStyle = theme.faint;
   context.fillRect(LEFT, top, frame.wide, LANE);
+}
+
+function bytes(count) {
+  const [size, unit] = count >= 2 ** 30 ? [2 ** 30, "GiB"] : count >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+  return `${Number((count / size).toPrecision(3))} ${unit}`;
+}
+
+// The area below the needed memory; a full row is the largest need of all timelines.
+function drawMemory(context, frame, memory, top) {
+  const most = data.timelines.reduce((found, { memory }) => memory.bytes.reduce((a, b) => Math.max(a, b), found), 1);
+  drawRow(context, frame, ["memory", `up to ${bytes(memory.bytes.reduce((a, b) => Math.max(a, b), 0))}`], top);
+  context.fillStyle = theme.grey;
+  const { at } = memory;
+  for (let n = Math.max(0, bisect(at, view.from) - 1); n < at.length && at[n] < view.to; ) {
+    const left = Math.max(LEFT, frame.x(at[n])), edge = Math.floor(left) + 1;
+    let needed = memory.bytes[n++]; // of all changes within a pixel, the largest counts
+    while (n < at.length && frame.x(at[n]) < edge) needed = Math.max(needed, memory.bytes[n++]);
+    const right = n < at.length ? Math.min(frame.right, frame.x(at[n])) : Math.min(frame.right, frame.x(end));
+    context.fillRect(left, top + LANE * (1 - needed / most), Math.max(1, right - left), (LANE * needed) / most);
+  }
+}
+
+function drawLane(context, frame, lane, top) {
+  drawRow(context, frame, lane.name.split(/(?=, | with )/).map((word) => word.replace(/^, /, "")), top);
   context.save();
   context.beginPath();
   context.rect(LEFT, top, frame.wide, LANE);

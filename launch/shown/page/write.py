@@ -4,10 +4,11 @@
 
     title, headlines, notes      text
     colours                      [key, colour, words] in the order of the legend
-    timelines                    title, summary, end in ns, and lanes
+    timelines                    title, summary, end in ns, lanes and memory
       lanes                      name, bars and pieces. Times are whole nanoseconds
         bars                     columns start, length, name, label, key; the last three are numbers in `words`
         pieces                   for each key, the starts and lengths of the disjoint intervals that are coloured
+      memory                     when the memory changes, and to how many bytes: columns at, bytes
     words                        texts of all bars, each once
     tables                       title, caption, columns and rows
 
@@ -75,6 +76,7 @@ def _timeline(picture: Picture, words: dict[str, int]) -> dict[str, Any]:
         "summary": picture.summary,
         "end": _nanoseconds(picture.end),
         "lanes": [_lane(picture, lane, words) for lane in picture.lanes],
+        "memory": {"at": [_nanoseconds(at) for at, _ in picture.memory], "bytes": [b for _, b in picture.memory]},
     }
 
 

@@ -18,6 +18,7 @@ from dhelix.launch import cli
 from dhelix.launch.inspect import command as inspect
 from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.inspect.reading import dumps
+from dhelix.launch.inspect.tables import print_tables
 from dhelix.launch.shown import instruction_words
 from dhelix.passes.hlo import HloModule
 
@@ -260,7 +261,7 @@ def test_compare_matches_collectives_and_says_what_is_unfair(dump: Dump, capsys:
     assert "Not a fair comparison" not in text
     found = inspect.inspect_dump(dump())
     twice = dataclasses.replace(found, parts=dataclasses.replace(found.parts, flops=2 * found.parts.flops))
-    inspect.print_tables([found, twice], console=Console(file=(output := io.StringIO()), width=144))
+    print_tables([found, twice], console=Console(file=(output := io.StringIO()), width=144))
     assert "Not a fair comparison: the second step computes 2.00 x as much" in " ".join(output.getvalue().split())
 
 
@@ -276,9 +277,9 @@ def test_no_ratio_to_what_rounds_to_nothing(dump: Dump) -> None:
     found = inspect.inspect_dump(dump())
     before, after = (dataclasses.replace(found, slow_down_ms=loss) for loss in (1e-17, 0.5))
     output = io.StringIO()
-    inspect.print_tables([before, after], console=Console(file=output, width=144))
+    print_tables([before, after], console=Console(file=output, width=144))
     lines = output.getvalue().splitlines()
-    (lost,) = (line for line in lines if "slow-down by overlapping" in line)
+    lost, *_ = (line for line in lines if "slow-down by overlapping" in line)
     assert "0.5 ms" in lost and " x " not in lost
     assert any("1.00 x" in line for line in lines if "step" in line)
 

@@ -1,0 +1,154 @@
+"""The memory of a step over time: how much lives after each instruction, what lives at the peak, and what is residual.
+
+A residual is a buffer that the forward pass writes and the backward pass reads. Residuals are what rematerialisation
+and offloading act on. A scanned program stacks the residuals of all layers in one buffer, which its loops carry. So the
+search for who writes and reads a buffer enters loops.
+
+The numbers follow from the schedule and from which values share a buffer (`passes/analysis/buffers.py`). They leave out
+the gaps between buffers, so XLA's own number is slightly larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dhelix.launch.shown.instruction_words import describe, part_of
+from dhelix.passes.analysis.buffers import Buffers, LiveSet, Memory
+from dhelix.passes.analysis.execution import sequence_of
+from dhelix.passes.analysis.source import source_of
+from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+
+_FORWARD, _BACKWARD = ("forward", "beta"), ("backward", "alpha")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The bytes that live while an instruction of the entry computation runs, arguments included."""
+
+    instruction: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Living:
+    """A buffer that lives at the peak.
+
+    Attributes:
+      instruction: the first instruction that writes it, or the argument.
+      what: what this instruction does.
+      shape: of its result; for a loop, of the largest array that it carries in this buffer.
+      residual: whether the forward pass writes it and the backward pass reads it.
+    """
+
+    instruction: str
+    what: str
+    shape: str
+    source: str
+    bytes: int
+    residual: bool
+
+
+@dataclass(frozen=True)
+class MemoryOverTime:
+    """The memory of one device.
+
+    Attributes:
+      arguments: bytes of the program's arguments, which live all the time.
+      points: in the order of the schedule. Loops and calls are one point each, with what they need inside.
+      peak: the point with the most bytes.
+      inside: how much of the peak belongs to the inside of a loop or call that runs there.
+      living: buffers at the peak, largest first. Arguments are not among them, but those that are updated in place.
+    """
+
+    arguments: int
+    points: tuple[Point, ...]
+    peak: Point
+    inside: int
+    living: tuple[Living, ...]
+
+    @property
+    def residuals(self) -> int:
+        """Bytes of the residuals that live at the peak."""
+        return sum(living.bytes for living in self.living if living.residual)
+
+
+def memory_over_time(module: HloModule) -> MemoryOverTime:
+    """Follows a scheduled module through its entry computation."""
+    memory, entry = Memory(module), module.entry
+    sequence = module.schedule[entry]
+    live = LiveSet(memory, entry)
+    points = [Point(i.name, memory.arguments + live.place(i)) for i in sequence]
+    number = max(range(len(points)), key=lambda n: points[n].bytes)
+    inside = memory.inner(entry).get(sequence[number], 0)
+    living = sorted(_living(entry, memory, number), key=lambda one: (-one.bytes, one.instruction))
+    return MemoryOverTime(memory.arguments, tuple(points), points[number], inside, tuple(living))
+
+
+def _living(entry: Computation, memory: Memory, peak: int) -> Iterator[Living]:
+    """The buffers that are written before or at the position `peak` of the schedule and read at it or later."""
+    sequence, buffers = entry.module.schedule[entry], memory.buffers[entry]
+    touched: dict[int, list[int]] = {}
+    for position, instruction in enumerate(sequence):
+        for buffer in buffers.touches.get(instruction, ()):
+            touched.setdefault(buffer, []).append(position)
+    for buffer, positions in touched.items():
+        end = len(sequence) if buffer in buffers.live_out else positions[-1]
+        if not positions[0] <= peak <= end or not buffers.size(buffer):
+            continue
+        maker = sequence[positions[0]]
+        written, read = _parts(memory, buffers, buffer, [sequence[n] for n in positions])
+        yield Living(
+            maker.name,
+            describe(maker) if maker.opcode not in CONTROL_FLOW else maker.opcode,
+            _shape(maker, buffers, buffer),
+            source_of(maker),
+            buffers.size(buffer),
+            not written.isdisjoint(_FORWARD) and not read.isdisjoint(_BACKWARD),
+        )
+
+
+def _parts(memory: Memory, buffers: Buffers, buffer: int, touching: Sequence[Instruction]) -> tuple[set[str], set[str]]:
+    """The parts of the step that write a buffer, and those that read it, also inside loops.
+
+    Args:
+      buffers: those of the computation that `buffer` and the instructions `touching` it are in.
+    """
+    written: set[str] = set()
+    read: set[str] = set()
+    for instruction in touching:
+        if instruction.opcode == "while":
+            body = instruction.called[0]
+            inner = memory.buffers[body]
+            carried = inner.leaves(body.parameters[0])
+            for leaf in {carried[n] for n, outer in enumerate(buffers.leaves(instruction)) if outer == buffer}:
+                uses = [i for i in sequence_of(body) if leaf in _touched(inner, i)]
+                for found, more in zip((written, read), _parts(memory, inner, leaf, uses), strict=True):
+                    found |= more
+        elif (access := buffers.accesses.get(instruction)) is not None:
+            part = part_of(instruction)
+            written |= {part} if buffer in access.writes else set()
+            read |= {part} if buffer in access.reads and buffer not in access.writes else set()
+    return written, read
+
+
+def _touched(buffers: Buffers, instruction: Instruction) -> tuple[int, ...]:
+    access = buffers.accesses.get(instruction)
+    return (*access.reads, *access.writes) if access is not None else ()
+
+
+def _shape(maker: Instruction, buffers: Buffers, buffer: int) -> str:
+    leaves: list[str] = []
+
+    def collect(shape: object) -> None:
+        inner = shape.tuple_shapes if shapes.is_tuple(shape) else ()  # type: ignore[attr-defined]
+        if inner:
+            for part in inner:
+                collect(part)
+        else:
+            leaves.append(shapes.text(shape))
+
+    collect(maker.shape)
+    of: Mapping[int, str] = dict(zip(reversed(buffers.leaves(maker)), reversed(leaves), strict=False))
+    return of.get(buffer, shapes.text(maker.shape))
