@@ -17,9 +17,9 @@ from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.shown.figures import SHORT
 from dhelix.launch.shown.instruction_words import (
     Place,
+    Words,
     bytes_moved,
     communicates,
-    describe,
     parts_of,
     place_notes,
     places_of,
@@ -33,6 +33,7 @@ from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.intervals import CollectiveTime, Timeline, unfolded
 from dhelix.passes.evaluation.roofline_costs import Lane, made_synchronous
 from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
+from dhelix.passes.evaluation.step_time import executed
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
@@ -208,7 +209,8 @@ def inspect_module(
     places = dict(places_of(module))
     instructions = {i.name: i for computation in places for i in computation.instructions}
     parts = {i.name: part for computation in places for i, part in parts_of(computation)}
-    known = parts, places, hardware, instructions, named_mesh(module)
+    words, ran = Words(), list(executed(module, costs))
+    known = parts, places, hardware, instructions, named_mesh(module), words
     reports = [_collective(instructions[c.instruction], c, *known) for c in timeline.collectives]
     seen = {c.instruction for c in timeline.collectives}
     reports += [
@@ -237,15 +239,15 @@ def inspect_module(
         copies=_copies(places, costs),
         memory=memory,
         notes=(*notes, *place_notes(places)),
-        parts=step_parts(module, costs, played=timeline),
+        parts=step_parts(module, costs, played=timeline, ran=ran),
         picture=Picture("", "", ()),
-        answers=answer(module, costs, timeline),
+        answers=answer(module, costs, timeline, ran, words),
     )
     copied = {copy.instruction for copy in inspection.copies}
     picture = Picture(
         title or fingerprint.unmark(module.name),
         _summary(inspection, overlaps),
-        tuple(_bars(timeline, instructions, parts, copied)),
+        tuple(_bars(timeline, instructions, parts, copied, words)),
         tuple(_windows(timeline, parts)),
         overlaps,
         tuple(_memory(timeline, inspection.answers)),
@@ -270,6 +272,7 @@ def _collective(
     hardware: Hardware,
     instructions: dict[str, Instruction],
     mesh: NamedMesh | None,
+    words: Words,
 ) -> CollectiveReport:
     """The report on the collective that `instruction` starts.
 
@@ -287,7 +290,7 @@ def _collective(
         notes = (f"not in the estimate: {why}",)
     else:
         count = time.count
-        under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
+        under = tuple(Under(n, words[instructions[n]], 1e3 * s / count) for n, s in time.under)
     if is_start(instruction) and made_synchronous(instruction):
         notes = (*notes, "XLA made it synchronous (`is_sync`): compute waits for it from its start")
     if len(together) > 1:
@@ -347,14 +350,11 @@ def _copies(places: dict[Computation, Place], costs: Costs) -> tuple[CopyReport,
 
 
 def _bars(
-    timeline: Timeline, instructions: dict[str, Instruction], parts: dict[str, str], copied: set[str]
+    timeline: Timeline, instructions: dict[str, Instruction], parts: dict[str, str], copied: set[str], words: Words
 ) -> Iterator[Bar]:
-    words: dict[str, str] = {}
     for interval, start in unfolded(timeline):
         name = interval.instruction
-        if name not in words:
-            words[name] = describe(instructions[name])
-        what, key = words[name], "copy" if name in copied else parts[name]
+        what, key = words[instructions[name]], "copy" if name in copied else parts[name]
         end = start + interval.end - interval.start
         yield Bar(1e3 * start, 1e3 * end, _LANES[interval.lane], key, what, name, SHORT.get(what, ""))
 

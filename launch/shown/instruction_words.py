@@ -75,6 +75,14 @@ def describe(instruction: Instruction) -> str:
     return (named or next((f.name for f in families), instruction.opcode)).removesuffix("-start")
 
 
+class Words(dict[Instruction, str]):
+    """Maps instructions to their words (`describe`), each made at its first lookup."""
+
+    def __missing__(self, instruction: Instruction) -> str:
+        self[instruction] = word = describe(instruction)
+        return word
+
+
 def communicates(instruction: Instruction) -> Collective | Transfer | None:
     """The collective, message or host transfer that an instruction starts, or None."""
     return find_collective(instruction) or find_transfer(instruction)

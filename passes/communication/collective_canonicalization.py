@@ -212,7 +212,7 @@ def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
             continue
         scatter = builder.copy(terms[0], part.operands[:1])
         scatter.proto.name = computation.module.unique_name("reduce-scatter")
-        scatter.proto.opcode = "reduce-scatter"
+        scatter.opcode = "reduce-scatter"
         scatter.proto.shape.CopyFrom(part.shape)
         scatter.proto.dimensions[:] = [dimension]
         stands_for.update({part: scatter, **{term: term.operands[0] for term in terms}})

@@ -6,7 +6,7 @@
 The parts come from a simulation of the schedule (`timeline.py`). They let a reader compare two steps part by part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dhelix.passes.analysis.collectives import find_collective, named_mesh
 from dhelix.passes.evaluation.costs import Costs
@@ -24,16 +24,24 @@ _NAMED = 3  # number of collectives that a report names
 _FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
 
 
-def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timeline | None = None) -> StepParts:
+def step_parts(
+    module: HloModule,
+    costs: Costs,
+    memory: int = 0,
+    played: Timeline | None = None,
+    ran: Sequence[tuple[Instruction, int]] | None = None,
+) -> StepParts:
     """Splits the time of a scheduled module into parts, at the step's own clock (`timeline.settled`).
 
     Args:
       memory: peak memory in bytes, arguments included; 0 if unknown.
       played: the module's timeline, if the caller already has it (`simulate_module`).
+      ran: what the step runs, if the caller already knows it (`executed`).
     """
     played = simulate_module(module, costs.hardware, costs) if played is None else played
     full = costs.at_clock(1.0)
-    kernels = [(i, count) for i, count in executed(module, full) if full[i].lane is Lane.COMPUTE]
+    ran = list(executed(module, full)) if ran is None else ran
+    kernels = [(i, count) for i, count in ran if full[i].lane is Lane.COMPUTE]
     copies = sum(count * full[i].seconds for i, count in kernels if moved(i) is not None)
     compute = sum(count * full[i].seconds for i, count in kernels)
     return StepParts(
@@ -45,7 +53,7 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
         idle=played.idle,
         flops=sum(count * full[i].flops for i, count in kernels),
         memory=memory,
-        guessed=predict(module, full).shares[Source.GUESS],
+        guessed=predict(module, full, ran=ran).shares[Source.GUESS],
         guessed_overlap=guessed_overlap(played, costs),
         costs=costs.words,
         assumed=full.assumed,

@@ -14,7 +14,7 @@ A pause counts once per instruction. If an instruction is several kernels (a spl
 the pauses between them are part of its time. The time does not include the host's work between steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -115,12 +115,18 @@ class StepTime:
         return {source: total / (self.busy or 1.0) for source, total in totals.items()}
 
 
-def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTime:
+def predict(
+    module: HloModule,
+    costs: Costs,
+    gap_seconds: float = 0.0,
+    ran: Iterable[tuple[Instruction, int]] | None = None,
+) -> StepTime:
     """Predicts the time of a scheduled module if nothing overlaps.
 
     Args:
       costs: costs from a profile. With `Costs(hardware)`, the prediction is the roofline's.
       gap_seconds: idle seconds after each operator (`profile.Section.gap_seconds`).
+      ran: what the step runs, if the caller already knows it (`executed`).
 
     Raises:
       DhelixError: the module is not scheduled.
@@ -131,7 +137,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
             "such as compiled.as_text() or the *after_optimizations* file of an --xla_dump_to folder"
         )
     operators: dict[Key, OperatorTime] = {}
-    for instruction, count in executed(module, costs):
+    for instruction, count in executed(module, costs) if ran is None else ran:
         key = costs.key(instruction) or kernel_key(instruction) or transfer_key(instruction)
         if key is None:
             continue

@@ -9,6 +9,7 @@ append instructions and computations out of order. `to_bytes` restores the order
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,17 @@ NEW = -1  # id of an instruction that `to_bytes` has not numbered yet; 0 is a va
 
 
 class Instruction:
-    """One HLO instruction, compared and hashed by identity. All other attributes are in `proto`."""
+    """One HLO instruction, compared and hashed by identity. All other attributes are in `proto`.
 
-    __slots__ = ("called", "computation", "control_predecessors", "operands", "proto")
+    Attributes:
+      opcode: set it here and not in `proto`, which would make a new string at each of the many lookups.
+    """
+
+    __slots__ = ("_opcode", "called", "computation", "control_predecessors", "operands", "proto")
 
     def __init__(self, proto: Any, computation: "Computation") -> None:
         self.proto = proto
+        self._opcode: str = sys.intern(proto.opcode)
         self.computation = computation
         self.operands: list[Instruction] = []
         self.control_predecessors: list[Instruction] = []
@@ -42,7 +48,11 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        return self.proto.opcode
+        return self._opcode
+
+    @opcode.setter
+    def opcode(self, opcode: str) -> None:
+        self._opcode = self.proto.opcode = opcode
 
     @property
     def shape(self) -> Any:

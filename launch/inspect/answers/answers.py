@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dhelix.launch.inspect.answers.critical_path import OnPath, critical_path
 from dhelix.launch.inspect.answers.memory import MemoryOverTime, memory_over_time
 from dhelix.launch.inspect.answers.operations import Operation, Utilization, operations, utilization
-from dhelix.launch.shown.instruction_words import describe
+from dhelix.launch.shown.instruction_words import Words
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.roofline_costs import Lane
-from dhelix.passes.evaluation.step_time import executed
-from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo import HloModule, Instruction
 
 
 @dataclass(frozen=True)
@@ -33,24 +32,26 @@ class Answers:
     words: Mapping[str, str]
 
 
-def answer(module: HloModule, costs: Costs, timeline: Timeline) -> Answers:
+def answer(
+    module: HloModule, costs: Costs, timeline: Timeline, ran: Iterable[tuple[Instruction, int]], words: Words
+) -> Answers:
     """The answers on a scheduled module.
 
     Args:
       timeline: the module's timeline under these costs (`simulate_module`).
+      ran: what the step runs (`executed`).
+      words: what the instructions do.
     """
-    ran = (
-        (i, float(count), 1e3 * count * costs[i].seconds, costs[i])
-        for i, count in executed(module, costs)
-        if costs[i].lane is Lane.COMPUTE
+    computing = (
+        (i, float(count), 1e3 * count * costs[i].seconds, costs[i]) for i, count in ran if costs[i].lane is Lane.COMPUTE
     )
-    found = operations(ran, costs.hardware)
+    found = operations(computing, costs.hardware, words)
     path = critical_path(timeline, costs.in_step.pause + costs.in_step.launch)
     named = {i.name: i for computation in module.schedule for i in computation.instructions}
     return Answers(
         found,
         utilization(found, costs.hardware, 1e3 * timeline.seconds),
         path,
-        memory_over_time(module),
-        {one.instruction: describe(named[one.instruction]) for one in path if one.instruction in named},
+        memory_over_time(module, words),
+        {one.instruction: words[named[one.instruction]] for one in path if one.instruction in named},
     )

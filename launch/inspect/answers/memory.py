@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.launch.shown.instruction_words import describe, part_of
+from dhelix.launch.shown.instruction_words import Words, part_of
 from dhelix.passes.analysis.buffers import Buffers, LiveSet, Memory
 from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.analysis.source import source_of
@@ -74,7 +74,7 @@ class MemoryOverTime:
         return sum(living.bytes for living in self.living if living.residual)
 
 
-def memory_over_time(module: HloModule) -> MemoryOverTime:
+def memory_over_time(module: HloModule, words: Words) -> MemoryOverTime:
     """Follows a scheduled module through its entry computation."""
     memory, entry = Memory(module), module.entry
     sequence = module.schedule[entry]
@@ -82,11 +82,11 @@ def memory_over_time(module: HloModule) -> MemoryOverTime:
     points = [Point(i.name, memory.arguments + live.place(i)) for i in sequence]
     number = max(range(len(points)), key=lambda n: points[n].bytes)
     inside = memory.inner(entry).get(sequence[number], 0)
-    living = sorted(_living(entry, memory, number), key=lambda one: (-one.bytes, one.instruction))
+    living = sorted(_living(entry, memory, number, words), key=lambda one: (-one.bytes, one.instruction))
     return MemoryOverTime(memory.arguments, tuple(points), points[number], inside, tuple(living))
 
 
-def _living(entry: Computation, memory: Memory, peak: int) -> Iterator[Living]:
+def _living(entry: Computation, memory: Memory, peak: int, words: Words) -> Iterator[Living]:
     """The buffers that are written before or at the position `peak` of the schedule and read at it or later."""
     sequence, buffers = entry.module.schedule[entry], memory.buffers[entry]
     touched: dict[int, list[int]] = {}
@@ -101,7 +101,7 @@ def _living(entry: Computation, memory: Memory, peak: int) -> Iterator[Living]:
         written, read = _parts(memory, buffers, buffer, [sequence[n] for n in positions])
         yield Living(
             maker.name,
-            describe(maker) if maker.opcode not in CONTROL_FLOW else maker.opcode,
+            words[maker] if maker.opcode not in CONTROL_FLOW else maker.opcode,
             _shape(maker, buffers, buffer),
             source_of(maker),
             buffers.size(buffer),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dhelix.launch.shown.instruction_words import communicates, describe
+from dhelix.launch.shown.instruction_words import Words, communicates
 from dhelix.passes.analysis.source import source_of
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.roofline_costs import Cost
@@ -105,7 +105,7 @@ class Utilization:
 
 
 def operations(
-    executed: Iterable[tuple[Instruction, float, float, Cost]], hardware: Hardware | None
+    executed: Iterable[tuple[Instruction, float, float, Cost]], hardware: Hardware | None, words: Words
 ) -> tuple[Operation, ...]:
     """The operations that compute, longest first.
 
@@ -113,13 +113,14 @@ def operations(
       executed: each instruction, its executions in one step, their milliseconds together, and its cost. The cost of
         one execution gives its operations and bytes.
       hardware: the GPU; None if it is unknown.
+      words: what the instructions do.
     """
     found: dict[tuple[str, str, str, bool], Operation] = {}
     longest: dict[tuple[str, str, str, bool], float] = {}
     for instruction, count, ms, cost in executed:
         if not ms or communicates(instruction) is not None:
             continue
-        category, what, source = category_of(instruction), describe(instruction), source_of(instruction)
+        category, what, source = category_of(instruction, words), words[instruction], source_of(instruction)
         recomputed = RECOMPUTED in instruction.op_name
         key = category, what, source, recomputed
         old = found.get(key) or Operation(
@@ -170,9 +171,9 @@ def utilization(found: Iterable[Operation], hardware: Hardware, step_ms: float) 
     return Utilization(sum(one.flops for one in every), recomputed, hardware.peak_flops, step_ms)
 
 
-def category_of(instruction: Instruction) -> str:
+def category_of(instruction: Instruction, words: Words) -> str:
     """The category of an instruction that computes."""
-    word = describe(instruction)
+    word = words[instruction]
     if word == "GEMM":
         return PRODUCTS
     if word == "attention":

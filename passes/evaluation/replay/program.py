@@ -279,7 +279,7 @@ class _Writer:
         body = reduce.finish(reduce.binary("add", reduce.parameter(0, scalar), reduce.parameter(1, scalar)))
         self.module.schedule[body] = list(body.instructions)
         mark = self.builder.copy(self.marking, [self.shared["mark"]], [body])
-        mark.proto.opcode = "all-reduce"
+        mark.opcode = "all-reduce"
         mark.proto.shape.CopyFrom(vector)
         for of_the_original in ("dimensions", "backend_config", "metadata", "frontend_attributes"):
             mark.proto.ClearField(of_the_original)

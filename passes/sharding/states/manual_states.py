@@ -201,7 +201,7 @@ class ManualStates:
         builder = Builder(value.computation)
         alike = value.shape.element_type == like.shape.element_type
         made = builder.copy(like, [value], None if alike else [addition(builder, value.shape.element_type)])
-        made.proto.opcode = "reduce-scatter"
+        made.opcode = "reduce-scatter"
         made.proto.ClearField("dimensions")
         made.proto.dimensions.append(dimension)
         made.shape.CopyFrom(value.shape)

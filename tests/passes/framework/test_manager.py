@@ -47,7 +47,7 @@ def find(module: HloModule, name: str):
 
 def negate_to(opcode: str) -> Callable[[HloModule, PassContext], bool]:
     def edit(module: HloModule, context: PassContext) -> bool:
-        find(module, "n").proto.opcode = opcode
+        find(module, "n").opcode = opcode
         context.note("replaced negate", find(module, "n"), opcode=opcode)
         return True
 

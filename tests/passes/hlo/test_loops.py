@@ -191,7 +191,7 @@ def test_the_loops_that_jax_makes() -> None:
 def test_a_fused_condition_is_seen_through() -> None:
     made = loop(0, 7, 1, condition_calls=True)
     call = made.called[1].root
-    call.proto.opcode = "fusion"
+    call.opcode = "fusion"
     assert WhileLoop(made).trip_count == 7
 
 

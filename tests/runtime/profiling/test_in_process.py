@@ -57,7 +57,7 @@ class Cosine:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         for instruction in (i for c in module.computations for i in c.instructions if i.opcode == "sine"):
-            instruction.proto.opcode = "cosine"
+            instruction.opcode = "cosine"
         return True
 
 

@@ -39,7 +39,7 @@ class Replace:
         self.runs.append(module.name)
         found = [i for c in module.computations for i in c.instructions if i.opcode == self.old]
         for instruction in found:
-            instruction.proto.opcode = self.new
+            instruction.opcode = self.new
         if not found:
             context.note(f"no {self.old}")
         return bool(found)

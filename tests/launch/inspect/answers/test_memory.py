@@ -1,6 +1,7 @@
 """The memory of a step over time, and which of it is residual."""
 
 from dhelix.launch.inspect.answers.memory import memory_over_time
+from dhelix.launch.shown.instruction_words import Words
 from dhelix.passes.hlo import HloModule
 
 KIB = 2**10
@@ -73,7 +74,7 @@ ENTRY main {
 
 
 def test_peak_and_what_lives_there() -> None:
-    found = memory_over_time(HloModule.from_text(STRAIGHT))
+    found = memory_over_time(HloModule.from_text(STRAIGHT), Words())
     assert found.arguments == KIB
     assert [point.bytes // KIB for point in found.points] == [1, 2, 6, 7, 4, 3]
     assert found.peak.instruction == "y"
@@ -87,7 +88,7 @@ def test_peak_and_what_lives_there() -> None:
 
 def test_residuals_of_scanned_layers() -> None:
     """The stack is written by the forward loop and read by the backward loop. The sum is only the backward's."""
-    found = memory_over_time(HloModule.from_text(SCANNED))
+    found = memory_over_time(HloModule.from_text(SCANNED), Words())
     residual = {one.instruction: one.residual for one in found.living if one.bytes >= KIB}
     assert found.peak.instruction == "w1"
     assert residual == {"stack.2": True, "h.1": True, "sums": False}

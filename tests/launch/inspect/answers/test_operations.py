@@ -3,6 +3,7 @@
 import pytest
 
 from dhelix.launch.inspect.answers import operations as ops
+from dhelix.launch.shown.instruction_words import Words
 from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.hardware import ALL
@@ -32,7 +33,7 @@ def found() -> tuple[ops.Operation, ...]:
             product = instruction.opcode == "dot"
             cost = Cost(0.0, flops=1e12 if product else 0.0, bytes=2.4e9)
             ran.append((instruction, 2.0, {"dot": 4.0, "all-gather": 18.0}.get(instruction.opcode, 2.0), cost))
-    return ops.operations(ran, H200)
+    return ops.operations(ran, H200, Words())
 
 
 def test_equal_operations_are_one_row() -> None:
@@ -61,6 +62,6 @@ def test_what_is_computed_again_counts_only_in_hfu() -> None:
 
 
 def test_without_a_gpu_there_is_no_roofline() -> None:
-    (one,) = ops.operations([(HloModule.from_text(TEXT).entry.root, 1.0, 1.0, Cost(0.0))], None)
+    (one,) = ops.operations([(HloModule.from_text(TEXT).entry.root, 1.0, 1.0, Cost(0.0))], None, Words())
     assert one.roofline is None
     assert ops.categories([one, one])[ops.OTHERS].best_ms is None
