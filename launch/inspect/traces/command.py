@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import targets
+from dhelix.launch.inspect.flags import TABLES
 from dhelix.launch.inspect.inspection import Inspection, inspect_module
 from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
 from dhelix.launch.inspect.traces import picture
@@ -26,6 +27,7 @@ from dhelix.launch.inspect.traces.tables import comparison, headline, print_tabl
 from dhelix.launch.shown import timeline_plot
 from dhelix.launch.shown.page import write as page
 from dhelix.launch.shown.timeline_plot import Picture
+from dhelix.profiles.hardware import Hardware
 from dhelix.runtime.profiling.traces import recording
 from dhelix.runtime.profiling.traces.recording import Recording
 
@@ -42,8 +44,8 @@ def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
     found = []
     for path in paths:
         recorded = recording.load(path, values.program)
-        predicted, notes = _predicted(recorded, values)
-        found.append(measure(recorded, predicted, notes))
+        predicted, notes, hardware = _predicted(recorded, values)
+        found.append(measure(recorded, predicted, notes, hardware))
     if values.png or values.perfetto or values.html:
         titles = [*values.titles, *([""] if len(paths) == 1 else (Path(path).name for path in paths))]
         pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=False)]
@@ -58,7 +60,7 @@ def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
     if values.json:
         print(to_json(found))
     else:
-        print_tables(found, values.top)
+        print_tables(found, values.top, show=TABLES if "all" in values.show else values.show)
 
 
 def _save_html(found: Sequence[Measurement], pictures: Sequence[Picture], path: str, title: str) -> None:
@@ -70,10 +72,12 @@ def _save_html(found: Sequence[Measurement], pictures: Sequence[Picture], path: 
     page.save(path, title or found[0].program, headlines, notes, pictures, shown)
 
 
-def _predicted(recorded: Recording, values: flags.FlagValues) -> tuple[Inspection | None, tuple[str, ...]]:
-    """The estimate for the recorded program, and notes on it. No estimate is no reason to fail."""
+def _predicted(
+    recorded: Recording, values: flags.FlagValues
+) -> tuple[Inspection | None, tuple[str, ...], Hardware | None]:
+    """The estimate for the recorded program, notes on it, and the GPU. No estimate is no reason to fail."""
     if recorded.module is None:
-        return None, ()
+        return None, (), None
     try:
         if values.hardware:
             gpu, notes = named(values.hardware), ()
@@ -82,9 +86,9 @@ def _predicted(recorded: Recording, values: flags.FlagValues) -> tuple[Inspectio
         bandwidth = 1e9 * (values.inter_bandwidth or 0.0)
         costs, cost_model = costs_for(recorded.module, gpu, values.profile, values.setting, bandwidth)
         source = f"predicted from the {cost_model}" + (f" for {gpu.name}" if cost_model == ROOFLINE else "")
-        return inspect_module(recorded.module, costs, cost_model, source=source), (*notes, source)
+        return inspect_module(recorded.module, costs, cost_model, source=source), (*notes, source), gpu
     except DhelixError as error:
-        return None, (f"nothing is predicted: {error}",)
+        return None, (f"nothing is predicted: {error}",), None
 
 
 def to_json(found: Sequence[Measurement]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dhelix.launch.inspect.answers.operations import Operation, Utilization, operations, utilization
 from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.inspect.traces.collectives import (
     NO_PROGRAM,
@@ -21,7 +22,11 @@ from dhelix.launch.inspect.traces.collectives import (
     collectives_of,
     waits_of,
 )
+from dhelix.launch.shown.instruction_words import Words
+from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.profiles import hardware as hardware_of
+from dhelix.profiles.hardware import Hardware
 from dhelix.runtime.profiling.traces import arrivals, disturbance, idle, trace
 from dhelix.runtime.profiling.traces.disturbance import SlowDown
 from dhelix.runtime.profiling.traces.gpu_runs import GpuRuns
@@ -66,6 +71,8 @@ class Measurement:
     Attributes:
       steps: number of steps in the trace; 0 if unknown. Then all times are for the whole trace.
       collectives: most exposed first.
+      operations: what computes, as means over the GPUs, longest first; empty if the program is unknown.
+      utilization: how well the GPUs' arithmetic is used; None if the program or the GPU is unknown.
       clock_offsets_ms: how far each host's clock is ahead of the first one's; its times are shifted by this.
       predicted: the estimate for the program in the trace; None if there is none.
       runs, program_facts: all executions, and what is known of their instructions, for pictures; not in the JSON.
@@ -77,6 +84,8 @@ class Measurement:
     steps: int
     gpus: tuple[MeasuredGpu, ...]
     collectives: tuple[MeasuredCollective, ...]
+    operations: tuple[Operation, ...]
+    utilization: Utilization | None
     clock_offsets_ms: Mapping[str, float]
     notes: tuple[str, ...]
     predicted: Inspection | None = dataclasses.field(default=None, repr=False)
@@ -96,15 +105,23 @@ class Measurement:
         fields = dataclasses.asdict(replace(self, runs=(), predicted=None, program_facts=NO_PROGRAM))
         del fields["runs"], fields["program_facts"]
         fields["predicted"] = self.predicted.to_dict() if self.predicted else None
+        if self.utilization is not None:
+            fields["utilization"] |= {"mfu": self.utilization.mfu, "hfu": self.utilization.hfu}
         return {"estimated": False, **fields}
 
 
-def measure(recording: Recording, predicted: Inspection | None = None, notes: Sequence[str] = ()) -> Measurement:
+def measure(
+    recording: Recording,
+    predicted: Inspection | None = None,
+    notes: Sequence[str] = (),
+    hardware: Hardware | None = None,
+) -> Measurement:
     """Measures a recording.
 
     Args:
       predicted: an estimate for the recording's program, which is shown beside the measured times.
       notes: sentences on this estimate.
+      hardware: the GPUs that ran; None if dhelix does not know them.
     """
     program = Program.of(recording.module)
     runs = [GpuRuns.of_gpu(gpu, recording.module) for gpu in recording.gpus]
@@ -121,6 +138,8 @@ def measure(recording: Recording, predicted: Inspection | None = None, notes: Se
         lost = disturbance.slow_down(executions, of_gpu.communication, known)
         number = of_gpu.gpu.number
         gpus.append(_gpu(of_gpu, lost, max(of_gpu.steps, 1), waited.get(number, 0.0), delays.get(number, 0.0)))
+    ran = _operations(runs, program, hardware)
+    step_ms = sum(gpu.step_ms for gpu in gpus) / len(gpus)
     return Measurement(
         source=recording.source,
         program=recording.program,
@@ -128,12 +147,28 @@ def measure(recording: Recording, predicted: Inspection | None = None, notes: Se
         steps=steps,
         gpus=tuple(gpus),
         collectives=tuple(collectives),
+        operations=ran,
+        utilization=utilization(ran, hardware, step_ms) if hardware is not None and ran else None,
         clock_offsets_ms={host: 1e3 * seconds for host, seconds in offsets.items()},
         notes=(*recording.notes, *_notes(recording, runs, offsets), *notes),
         predicted=predicted,
         runs=tuple(runs),
         program_facts=program,
     )
+
+
+def _operations(runs: Sequence[GpuRuns], program: Program, hardware: Hardware | None) -> tuple[Operation, ...]:
+    """What computes in one step, as means over the GPUs. Work follows from the program, and times from the trace."""
+    work = Costs(hardware or hardware_of.H200)
+    found: dict[str, list[float]] = {}
+    for of_gpu in runs:
+        for name, run in of_gpu.computing:
+            if name in program.instructions:
+                sums = found.setdefault(name, [0.0, 0.0])
+                sums[0] += 1 / (max(of_gpu.steps, 1) * len(runs))
+                sums[1] += 1e3 * run.seconds / (max(of_gpu.steps, 1) * len(runs))
+    named = ((program.instructions[name], count, ms) for name, (count, ms) in found.items())
+    return operations(((i, count, ms, work[i]) for i, count, ms in named), hardware, Words())
 
 
 class _Kinds(dict[str, Hashable]):

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from dhelix.launch.inspect.answers import tables as answers
+from dhelix.launch.inspect.flags import SHOWN, TABLES
 from dhelix.launch.inspect.traces.collectives import MeasuredCollective, median_speed
 from dhelix.launch.inspect.traces.measurement import MeasuredGpu, Measurement
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
@@ -23,6 +25,8 @@ _ROWS = (
     ("  waits for other GPUs", "waited_ms"),
     ("nothing runs", "idle_ms"),
 )
+_REST = (("exposed communication", "exposed_ms"), ("nothing runs", "idle_ms"))
+"""The parts of a step in which nothing computes. Operations as measured include what overlap costs."""
 _PREDICTED = {
     "step_ms": "step_ms",
     "compute_ms": "compute_ms",
@@ -35,8 +39,18 @@ _PREDICTED = {
 """Fields of `Inspection` that predict the fields of `MeasuredGpu`."""
 
 
-def print_tables(found: Sequence[Measurement], top: int = 12, console: Console | None = None) -> None:
-    """Prints one measurement, or two side by side, the second one after a change."""
+def print_tables(
+    found: Sequence[Measurement],
+    top: int = 12,
+    console: Console | None = None,
+    show: Sequence[str] = SHOWN,
+) -> None:
+    """Prints one measurement, or two side by side, the second one after a change.
+
+    Args:
+      top: largest number of rows in a table.
+      show: which tables, of `flags.TABLES`.
+    """
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
     for measured in found:
@@ -46,7 +60,7 @@ def print_tables(found: Sequence[Measurement], top: int = 12, console: Console |
         console.print(headline(measured), soft_wrap=True)
     if len(found) == 2:
         console.print(comparison(found), style="bold")
-    for table in tables(found, top):
+    for table in tables(found, top, show):
         console.print(table)
 
 
@@ -57,18 +71,27 @@ def comparison(found: Sequence[Measurement]) -> str:
     return f"A step takes {after / before:.2f} x the time of the first trace{fair}."
 
 
-def tables(found: Sequence[Measurement], top: int) -> Iterator[Table | str]:
-    """All tables, with at most `top` rows each; a sentence where there are no collectives."""
-    yield _steps(found)
-    if len(found) == 2:
+def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES) -> Iterator[Table | str]:
+    """The tables, and a sentence where there are no collectives; arguments as for `print_tables`."""
+    if "step" in show:
+        yield _steps(found)
+    if len(found) == 2 and "collectives" in show:
         yield _collectives_of_both(found, top)
     for number, measured in enumerate(found, 1):
         name = f" of trace {number}" if len(found) > 1 else ""
-        unit = time_unit([measured.mean("step_ms")])
-        if len(measured.gpus) > 1:
+        step_ms = measured.mean("step_ms")
+        unit = time_unit([step_ms])
+        if "time" in show and measured.operations:
+            rest = {words: measured.mean(field) for words, field in _REST if measured.mean(field)}
+            yield answers.time_by_category(measured.operations, rest, step_ms, measured.utilization, name)
+        if "operations" in show and measured.operations:
+            yield answers.operations(measured.operations, step_ms, top, name)
+        if "gpus" in show and len(measured.gpus) > 1:
             yield _gpus(measured, name, unit, top)
-        yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
-        yield _pauses(measured, name, unit)
+        if "collectives" in show:
+            yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
+        if "pauses" in show:
+            yield _pauses(measured, name, unit)
 
 
 def headline(measured: Measurement) -> str:
