@@ -15,7 +15,7 @@ import contextlib
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,20 +129,30 @@ def blaming(file: Path) -> Iterator[None]:
     Raises:
       DhelixError: instead of an error that is none.
     """
+
+    def module() -> bytes:
+        data = _content(file)
+        text = _text(data)
+        return HloModule.unwrapped(data) if text is None else _parsed(file, text)[0].module.to_bytes()
+
+    with blaming_module(f"{file} is not a valid module", module):
+        yield
+
+
+@contextlib.contextmanager
+def blaming_module(what: str, module: Callable[[], bytes]) -> Iterator[None]:
+    """Like `blaming`, for a module that is no file of its own. `what` begins the message."""
     try:
         yield
     except DhelixError as error:
         raise DhelixError(printable(str(error))) from error.__cause__
     except Exception as error:
-        data = _content(file)
-        text = _text(data)
-        module = HloModule.unwrapped(data) if text is None else _parsed(file, text)[0].module.to_bytes()
-        doubt = PARSER.doubt(module)
+        doubt = PARSER.doubt(module())
         if not doubt:
             raise
         raise DhelixError(
-            f"{file} is not a valid module: jaxlib {version.__version__} rejects it ({doubt}). It is damaged, or "
-            "another version wrote it; dump or copy it again"
+            f"{what}: jaxlib {version.__version__} rejects it ({doubt}). It is damaged, or another version wrote it; "
+            "dump or copy it again"
         ) from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch.inspect import targets
 from dhelix.launch.inspect.flags import TABLES
 from dhelix.launch.inspect.inspection import Inspection, inspect_module
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
 from dhelix.launch.inspect.traces import picture
 from dhelix.launch.inspect.traces.measurement import Measurement, measure
@@ -44,8 +46,9 @@ def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
     found = []
     for path in paths:
         recorded = recording.load(path, values.program)
-        predicted, notes, hardware = _predicted(recorded, values)
-        found.append(measure(recorded, predicted, notes, hardware))
+        with dumps.blaming_module(f"the program in {path} is not valid", partial(_program, recorded)):
+            predicted, notes, hardware = _predicted(recorded, values)
+            found.append(measure(recorded, predicted, notes, hardware))
     if values.png or values.perfetto or values.html:
         titles = [*values.titles, *([""] if len(paths) == 1 else (Path(path).name for path in paths))]
         pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=False)]
@@ -61,6 +64,10 @@ def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
         print(to_json(found))
     else:
         print_tables(found, values.top, show=TABLES if "all" in values.show else values.show)
+
+
+def _program(recorded: Recording) -> bytes:
+    return recorded.module.to_bytes() if recorded.module is not None else b""
 
 
 def _save_html(found: Sequence[Measurement], pictures: Sequence[Picture], path: str, title: str) -> None:

@@ -32,6 +32,8 @@ from dhelix.runtime.profiling.traces.disturbance import SlowDown
 from dhelix.runtime.profiling.traces.gpu_runs import GpuRuns
 from dhelix.runtime.profiling.traces.recording import Recording
 
+_MANY = 0.02  # fraction of compute that names no instruction, above which a note says so
+
 
 @dataclass(frozen=True)
 class MeasuredGpu:
@@ -221,6 +223,14 @@ def _clock_offsets(runs: Sequence[GpuRuns], program: Program) -> dict[str, float
 def _notes(recording: Recording, runs: Sequence[GpuRuns], offsets: Mapping[str, float]) -> Iterator[str]:
     if apart := [host for host in recording.hosts if host not in offsets]:
         yield f"no collective aligns the clocks of {', '.join(apart)}: who waits for whom is not known there"
+    kernels = [kernel for of_gpu in runs for kernel in of_gpu.gpu.kernels if not kernel.is_communication]
+    total = sum(kernel.end - kernel.start for kernel in kernels)
+    nameless = sum(kernel.end - kernel.start for kernel in kernels if not kernel.instruction)
+    if nameless > _MANY * total:
+        yield (
+            f"{nameless / total:.0%} of compute belongs to CUDA graphs or names no instruction, so it is in no row; "
+            "record with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        )
     if recording.module is None:
         return
     if not all(of_gpu.steps for of_gpu in runs):

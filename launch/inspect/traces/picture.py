@@ -30,10 +30,11 @@ def of(measured: Measurement, title: str = "") -> Picture:
 
 def _step(runs: GpuRuns) -> tuple[float, float]:
     """When the step that is drawn begins and ends, in seconds."""
-    last = max(run.end for of in runs.of.values() for run in of)
-    edges = [*runs.starts, last] or [min(run.start for of in runs.of.values() for run in of), last]
-    if len(edges) == 1:
-        edges = [min(run.start for of in runs.of.values() for run in of), last]
+    every = [run for executions in runs.of.values() for run in executions]
+    if not every:
+        return 0.0, 0.0
+    first, last = min(run.start for run in every), max(run.end for run in every)
+    edges = [*(runs.starts or [first]), last]
     number = 1 if len(edges) > 2 else 0
     return edges[number], edges[number + 1]
 

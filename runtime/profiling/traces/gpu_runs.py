@@ -66,8 +66,8 @@ class GpuRuns:
             of = {i.name: runs for i, runs in times.items() if i.opcode not in CONTROL_FLOW}
             talking |= trace.collective_instructions(module)
             steps = steps_in(module, times)
-            once = [times[i] for i in sequence_of(module.entry) if len(times.get(i, ())) == steps]
-            starts = [run.start for run in min(once, key=lambda runs: runs[0].start)] if steps and once else []
+            once = [times[i] for i in sequence_of(module.entry) if i in times and len(times[i]) == steps]
+            starts = [run.start for run in min(once, key=lambda runs: runs[0].start)] if once else []
         return cls(
             gpu,
             of,

@@ -18,6 +18,7 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo.verify import verify
 from dhelix.runtime.profiling.traces import json_trace, trace, traced_modules
 from dhelix.runtime.profiling.traces.trace import Kernel, Profile
 
@@ -100,10 +101,13 @@ def load(path: str | Path, program: str | None = None) -> Recording:
     if not any(present.values()):
         raise DhelixError(f"{path} holds no GPU; record the trace on GPUs, with jax.profiler.trace around some steps")
     program, others = _choose(profiles, program, str(path))
-    modules = [m for file in files if file.name.endswith(PROTO) for m in _modules(file) if m.name == program]
+    held = [m for file in files if file.name.endswith(PROTO) for m in _modules(file) if m.name == program]
+    modules = [module for module in held if _is_valid(module)]
     module = modules[0] if modules else None
     gpus, notes = [], list(others)
-    if module is None:
+    if held and module is None:
+        notes.append(f"the program {program} in the trace is damaged, so names tell which instructions communicate")
+    elif module is None:
         notes.append(
             f"the trace does not hold the program {program}: names of instructions tell which communicate, and sizes, "
             "groups and steps are unknown"
@@ -170,6 +174,14 @@ def _modules(file: Path) -> list[HloModule]:
         return traced_modules.load(file)
     except DhelixError:  # without programs, less can be said
         return []
+
+
+def _is_valid(module: HloModule) -> bool:
+    try:
+        verify(module)
+    except DhelixError:
+        return False
+    return True
 
 
 def _choose(profiles: dict[Path, Profile], program: str | None, source: str) -> tuple[str, list[str]]:

