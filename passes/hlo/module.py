@@ -21,16 +21,11 @@ from dhelix.passes import jax_compat
 from dhelix.passes.hlo import schema, shapes
 
 _COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")  # in the first line of HLO text
-
 NEW = -1  # id of an instruction that `to_bytes` has not numbered yet; 0 is a valid id
 
 
 class Instruction:
-    """One HLO instruction, compared and hashed by identity. All other attributes are in `proto`.
-
-    Attributes:
-      opcode: set it here and not in `proto`, which would make a new string at each of the many lookups.
-    """
+    """One HLO instruction, compared and hashed by identity. All other attributes are in `proto`."""
 
     __slots__ = ("_opcode", "called", "computation", "control_predecessors", "operands", "proto")
 
@@ -50,7 +45,7 @@ class Instruction:
     def opcode(self) -> str:
         return self._opcode
 
-    @opcode.setter
+    @opcode.setter  # to be set here and not in `proto`, which would make a new string at each of the many lookups
     def opcode(self, opcode: str) -> None:
         self._opcode = self.proto.opcode = opcode
 

@@ -142,4 +142,5 @@ def _make_constant(instruction: Instruction) -> None:
     """Turns a stand-in into a constant without a literal. XLA writes such a constant when it drops a literal."""
     own = instruction.proto
     kept = {"name": own.name, "shape": own.shape, "id": own.id, "metadata": own.metadata}
-    own.CopyFrom(schema.InstructionProto(opcode="constant", **kept))
+    own.CopyFrom(schema.InstructionProto(**kept))
+    instruction.opcode = "constant"

@@ -84,7 +84,7 @@ def test_an_element_is_added_to_a_state_that_is_built_elsewhere() -> None:
     assert [i.opcode for i in made.operands[0].operands] == ["get-tuple-element"] * 3 + ["broadcast"]
     fence = next(i for i in module.entry.instructions if i.opcode == "opt-barrier")
     for read in [i for i in module.entry.instructions if fence in i.operands]:
-        read.proto.opcode, read.operands = "copy", [fence.operands[0].operands[read.tuple_index]]
+        read.opcode, read.operands = "copy", [fence.operands[0].operands[read.tuple_index]]
     drop_dead(module.entry)
     assert same(result(module), before)
 
