@@ -25,6 +25,7 @@ from rich.table import Table
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import command as inspect
 from dhelix.launch.inspect.command import inspect_compiled
+from dhelix.launch.inspect.flags import AUTO
 from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.shown.progress import say
 from dhelix.launch.train import trainer
@@ -179,7 +180,7 @@ def compile_both(training: Training, output: Path, console: Console) -> tuple[tu
         say(console, f"{name}: compiled in {time.perf_counter() - begun:.1f} s")
         program = output / f"{name}.hlo.pb"
         program.write_bytes(compiled_module(compiled).to_bytes())
-        found.append(inspect_compiled(compiled, "H200", name, str(program), profile=inspect.AUTO))
+        found.append(inspect_compiled(compiled, "H200", name, str(program), profile=AUTO))
     return (found[0], found[1]), interleaved.report(*arguments)
 
 
