@@ -26,6 +26,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import DEFAULT_GPU, NO_EFFECT
+from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.plan import bounds as plan_bounds
 from dhelix.launch.plan import measured as plan_measured
@@ -75,7 +76,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     if not chosen["verbose"]:
         logging.set_verbosity(logging.ERROR)  # warnings would repeat the headline and the table
-    view = _make(chosen, arguments, console)
+    with dumps.blaming(dumps.find_module(arguments[0])) if arguments else contextlib.nullcontext():
+        view = _make(chosen, arguments, console)
     if chosen["out"]:
         plan_files.save(_with_states(view.best.plan, chosen), chosen["out"])
     if chosen["picture"]:

@@ -71,10 +71,12 @@ def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
     if "cpu_after" in file.name:
         raise DhelixError(f"{file} was compiled for CPU, but profiles are for GPUs; compile the step for GPUs")
     dump = dumps.read(file)
-    described, notes = targets.choose(file, dump.module, hardware.describe(gpu) if gpu else None)
+    with dumps.blaming(file):
+        described, notes = targets.choose(file, dump.module, hardware.describe(gpu) if gpu else None)
+        gpus = gpus_of(dump.module)
     if gpu is None and described.name not in hardware.ALL:
         raise DhelixError(f"{file} was compiled for {described.name}, {targets.ASK}")
-    return CompiledStep(str(file), dump.module, gpus_of(dump.module), described.name, (*dump.notes, *notes))
+    return CompiledStep(str(file), dump.module, gpus, described.name, (*dump.notes, *notes))
 
 
 def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
