@@ -34,8 +34,6 @@ from dhelix.passes.framework.gain import Gain
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.profiling.traces import recording
 
-_ALL = 10_000  # rows of a table in the page
-
 
 def _names(paths: Sequence[str]) -> list[str]:
     """Titles for the dumps: the last parts of their paths, or the paths if these parts are equal.
@@ -46,28 +44,37 @@ def _names(paths: Sequence[str]) -> list[str]:
     return [""] if len(paths) == 1 else names if len(set(names)) > 1 else list(paths)
 
 
-def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
+def run(values: flags.FlagValues, arguments: list[str]) -> None:
     """Runs `dhelix inspect`: inspects one dump or two, and prints and writes the results.
 
     Raises DhelixError if the command fails.
     """
     if len(arguments) != 1:
         raise DhelixError(
-            "give one dump to inspect (a file or folder of --xla_dump_to), and a second one with --compare"
+            "give one dump to inspect (a file or folder of --xla_dump_to) or one profiler trace, and a second one with "
+            "--compare"
         )
     paths = [path for path in (arguments[0], values.compare) if path is not None]
-    titles = values.titles
-    if len(titles) > len(paths):
-        raise DhelixError(f"--titles has {len(titles)} titles for {len(paths)} dump(s): give one for each dump")
+    if len(values.titles) > len(paths):
+        raise DhelixError(f"--titles has {len(values.titles)} titles for {len(paths)} dump(s): give one for each dump")
+    titles = [*values.titles, *_names(paths)[len(values.titles) :]]
+    show = TABLES if "all" in values.show else values.show
     if values.headline and not (values.png or values.html):
         raise DhelixError("--headline is printed in the picture; add --png FILE or --html FILE")
     if any(map(recording.is_trace, paths)):
-        return traces.run(values, paths)
+        traces.run(values, paths, titles, show)
+    else:
+        _inspect_dumps(values, paths, titles, show)
+    for file in filter(None, (values.png, values.perfetto, values.html)):
+        print(f"dhelix inspect: wrote {file}", file=sys.stderr)
+
+
+def _inspect_dumps(values: flags.FlagValues, paths: Sequence[str], titles: Sequence[str], show: Sequence[str]) -> None:
     if values.program:
         raise DhelixError("--program chooses a program of a trace, and this is a dump")
     found = [
         inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
-        for path, title in zip(paths, [*titles, *_names(paths)[len(titles) :]], strict=True)
+        for path, title in zip(paths, titles, strict=True)
     ]
     if values.inter_bandwidth and not any(i.parts.assumed for i in found):
         print(f"dhelix inspect: {NO_EFFECT}", file=sys.stderr)
@@ -77,12 +84,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
         timeline_plot.save_perfetto([i.picture for i in found], values.perfetto)
     if values.html:
         save_html(found, values.html, values.headline)
-    for file in filter(None, (values.png, values.perfetto, values.html)):
-        print(f"dhelix inspect: wrote {file}", file=sys.stderr)
     if values.json:
         print(to_json(found))
     else:
-        tables.print_tables(found, values.top, show=TABLES if "all" in values.show else values.show)
+        tables.print_tables(found, values.top, show=show)
 
 
 def inspect_compiled(
@@ -172,6 +177,6 @@ def save_html(found: Sequence[Inspection], path: str | Path, headline: str = "")
     """Writes the timelines and all rows of all tables as one page, see `dhelix.launch.shown.page`."""
     names = " and ".join(fingerprint.unmark(inspection.module) for inspection in found)
     headlines = [line.strip() for line, _ in tables.headlines(found)]
-    shown_tables = [shown for shown in tables.all_tables(found, _ALL) if isinstance(shown, Table)]
+    shown_tables = [shown for shown in tables.all_tables(found, page.MOST_ROWS) if isinstance(shown, Table)]
     notes = [f"{inspection.source}: {note}" for inspection in found for note in tables.notes_on(inspection)]
     page.save(path, headline or names, headlines, notes, [i.picture for i in found], shown_tables)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.inspect.answers import tables as answers
 from dhelix.launch.inspect.flags import SHOWN, TABLES
-from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, unknown_text
+from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, Under, unknown_text
 from dhelix.launch.inspect.times import ROOFLINE
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
 from dhelix.passes.framework.gain import Gain
+
+Side = tuple[tuple[str, int, int], tuple[float, float, float]]
+"""A collective's kind, devices and bytes, and its executions, time and exposed time."""
 
 
 def print_tables(
@@ -155,23 +158,38 @@ def _totals(found: Sequence[Inspection]) -> Table:
 
 def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
     """A table of the collectives of both steps. Collectives with equal kind, size and number of devices share a row."""
-    table = Table(title="Collectives of both dumps, largest gain first", title_justify="left", title_style="bold")
+    sides = [
+        [((one.kind, one.devices, one.bytes), (one.executions, one.alone_ms, one.exposed_ms)) for one in i.collectives]
+        for i in found
+    ]
+    return both_sides("dumps", "alone", sides, _time_unit(found), top)
+
+
+def both_sides(what: str, time: str, sides: Sequence[Iterable[Side]], unit: Unit, top: int) -> Table:
+    """A table of the collectives before and after a change, largest gain first.
+
+    Args:
+      what: what is compared, for the title.
+      time: heading of the column with times.
+      sides: the collectives before and after. Those with the same key share a row.
+    """
+    table = Table(title=f"Collectives of both {what}, largest gain first", title_justify="left", title_style="bold")
     for column in ("collective", "devices", "size"):
         table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
-    for column in ("runs", "alone", "exposed"):
+    for column in ("runs", time, "exposed"):
         table.add_column(f"{column}, before -> after", justify="right", no_wrap=True)
     rows: dict[tuple[str, int, int], list[list[float]]] = {}
-    for side, inspection in enumerate(found):
-        for one in inspection.collectives:
-            row = rows.setdefault((one.kind, one.devices, one.bytes), [[0, 0.0, 0.0], [0, 0.0, 0.0]])
-            for number, value in enumerate((one.executions, one.alone_ms, one.exposed_ms)):
+    for side, collectives in enumerate(sides):
+        for key, values in collectives:
+            row = rows.setdefault(key, [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+            for number, value in enumerate(values):
                 row[side][number] += value
-    unit = _time_unit(found)
     ordered = sorted(rows.items(), key=lambda item: (item[1][1][2] - item[1][0][2], item[0]))
     for (kind, devices, size), (before, after) in ordered[:top]:
         runs = f"{before[0]:,.0f} -> {after[0]:,.0f}"
         times = [f"{unit.text(before[k])} -> {unit.text(after[k])}" for k in (1, 2)]
-        table.add_row(kind, f"{devices:,}", size_unit([size]).text(size), runs, *times)
+        shown = (f"{devices:,}", size_unit([size]).text(size)) if devices else ("?", "?")
+        table.add_row(kind, *shown, runs, *times)
     if ordered[top:]:
         table.caption = f"and {len(ordered) - top} more (--top)"
     return table
@@ -196,7 +214,7 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
             unit.text(report.alone_ms),
             unit.text(report.hidden_ms),
             unit.text(report.exposed_ms),
-            _under(report, unit),
+            under_text(report.under, unit),
         )
     hidden = inspection.collectives[top:]
     if hidden:
@@ -218,10 +236,10 @@ def _devices(report: CollectiveReport) -> str:
     return f"{groups}{report.devices:,}" + (f" over {', '.join(report.axes)}" if report.axes else "")
 
 
-def _under(report: CollectiveReport, unit: Unit) -> str:
+def under_text(found: Iterable[Under], unit: Unit) -> str:
     """The three kinds of operators that run longest under a collective, and their times, as text."""
     kinds: dict[str, float] = {}
-    for under in report.under:
+    for under in found:
         kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
     longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
     parts = [(what, ms / unit.size) for what, ms in longest]

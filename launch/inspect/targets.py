@@ -36,6 +36,7 @@ _OF_CAPABILITY: dict[tuple[int, int], tuple[Hardware, str]] = {
     (9, 0): (hardware.H200, "H100 and H200"),
     (10, 0): (hardware.B200, "B200 and GB200"),
 }
+_TOLD_BY_MEMORY = {(9, 0): (hardware.H100, hardware.H200)}  # GPUs of one capability whose memory tells them apart
 # Dense bf16 operations per multiprocessor and clock cycle: peak / (cores * boost clock), from NVIDIA's data sheets.
 _OPERATIONS = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192,
                (10, 3): 8192, (12, 0): 1024}  # fmt: skip
@@ -133,10 +134,9 @@ def of_facts(facts: Mapping[str, Any]) -> tuple[Hardware, tuple[str, ...]]:
         return DEFAULT, (f"the trace does not say which GPU ran: times are for {_a(DEFAULT)}; {_SAY}",)
     if capability not in _OF_CAPABILITY:
         raise DhelixError(f"the trace is of a GPU of compute capability {capability[0]}.{capability[1]}, {ASK}")
-    gpu, who = _OF_CAPABILITY[capability]
-    memory = float(facts.get("memory_size", 0))
-    alike = [hardware.ALL[name] for name in who.replace(" and ", " ").split() if name in hardware.ALL] or [gpu]
-    gpu = min(alike, key=lambda one: abs(one.memory_bytes - memory)) if memory else gpu
+    gpu, _ = _OF_CAPABILITY[capability]
+    if memory := float(facts.get("memory_size", 0)):
+        gpu = min(_TOLD_BY_MEMORY.get(capability, (gpu,)), key=lambda one: abs(one.memory_bytes - memory))
     return gpu, ()
 
 

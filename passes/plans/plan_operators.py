@@ -32,7 +32,7 @@ from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key, OperatorKey
 
 END = "end of "
-_RECOMPUTED = "rematted_computation"
+RECOMPUTED = "rematted_computation"
 _WORK = {"gemm": "product", "grouped-gemm": "product", "attention": "attention", "attention-backward": "attention"}
 _COMPUTED = {
     "gemm": 2,
@@ -166,7 +166,7 @@ class PlanOperators:
         if key.kind in ("gemm", "grouped-gemm"):
             if BACKWARD_NAME not in instruction.op_name:
                 return "gemm"
-            if _RECOMPUTED in instruction.op_name:
+            if RECOMPUTED in instruction.op_name:
                 return "recomputed gemm"
             return "dgrad" if instruction in self._feeds_work else "wgrad"
         if key.family.startswith(FAMILY):

@@ -20,10 +20,9 @@ from dhelix.passes.analysis.source import source_of
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.hlo import Instruction
+from dhelix.passes.plans.plan_operators import RECOMPUTED
 from dhelix.profiles.hardware import Hardware
 
-RECOMPUTED = "rematted_computation"
-"""In the op names of what `jax.checkpoint` computes again."""
 PRODUCTS, ATTENTION, MOVES, UNKNOWN, OTHERS = (
     "matrix products",
     "attention",

@@ -7,11 +7,11 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, Under
-from dhelix.launch.shown.instruction_words import bytes_moved, communicates, describe
-from dhelix.passes.analysis.collectives import Collective, named_mesh
+from dhelix.launch.shown.instruction_words import Words, bytes_moved, communicates
+from dhelix.passes.analysis.collectives import Collective, NamedMesh, named_mesh
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles.estimates.roofline import wire_bytes
 from dhelix.runtime.profiling.traces import disturbance, trace
@@ -78,11 +78,15 @@ class Program:
 
     Attributes:
       gpu_of: the number of the GPU on which a partition runs.
+      mesh: the mesh that the program names.
+      words: what its instructions do.
     """
 
     module: HloModule | None
     instructions: Mapping[str, Instruction]
     gpu_of: Mapping[int, int]
+    mesh: NamedMesh | None = None
+    words: Words = field(default_factory=Words)
 
     @classmethod
     def of(cls, module: HloModule | None) -> Program:
@@ -92,7 +96,12 @@ class Program:
         devices = [part.replica_device_ids[0] for part in placed if len(part.replica_device_ids) == 1]
         ordered = sorted(devices)  # device ids need not begin at 0, and GPUs are numbered in their order
         gpu_of = {partition: ordered.index(device) for partition, device in enumerate(devices)}
-        return cls(module, {i.name: i for c in module.computations for i in c.instructions}, gpu_of)
+        instructions = {i.name: i for c in module.computations for i in c.instructions}
+        return cls(module, instructions, gpu_of, named_mesh(module))
+
+    def describe(self, name: str) -> str:
+        """What an instruction does, or its name if it is unknown."""
+        return self.words[self.instructions[name]] if name in self.instructions else name or UNNAMED
 
     def groups(self, name: str, gpus: Sequence[int]) -> list[tuple[int, ...]]:
         """The groups in which a collective's GPUs communicate; only `gpus`, which were recorded."""
@@ -175,13 +184,12 @@ def _collective(
         for what, seconds in (pair for run in of_gpu.of[name] for pair in others.beside(run)):
             beside[what] += seconds
     found = program.collective(name)
-    mesh = named_mesh(program.module) if program.module and found else None
     return MeasuredCollective(
         instruction=name or UNNAMED,
         kind=found.kind if found else "",
         bytes=bytes_moved(found) if found else 0,
         devices=found.group_size(default=len(runs)) if found else 0,
-        axes=mesh.over(found) if mesh and found else (),
+        axes=program.mesh.over(found) if program.mesh and found else (),
         executions=executions / (steps * len(runs)),
         total_ms=total,
         hidden_ms=hidden,
@@ -192,7 +200,7 @@ def _collective(
         predicted_ms=None,
         predicted_exposed_ms=None,
         under=tuple(
-            Under(what, _words(program, what), 1e3 * seconds / executions)
+            Under(what, program.describe(what), 1e3 * seconds / executions)
             for what, seconds in sorted(beside.items(), key=lambda item: (-item[1], item[0]))
         ),
     )
@@ -206,10 +214,6 @@ def _speeds(found: Collective | None, met: Sequence[GroupRuns]) -> tuple[GroupSp
         rate = sent / group.transfer / 1e9 if sent and group.transfer > 0 else None
         speeds.append(GroupSpeed(group.gpus, 1e3 * group.transfer, rate, 1e3 * group.skew))
     return tuple(sorted(speeds, key=lambda speed: (-speed.transfer_ms, speed.gpus)))
-
-
-def _words(program: Program, name: str) -> str:
-    return describe(program.instructions[name]) if name in program.instructions else name
 
 
 class _Under:

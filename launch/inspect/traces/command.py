@@ -1,6 +1,6 @@
 """`dhelix inspect TRACE`: measured times of a program, from a trace of the profiler.
 
-    dhelix inspect /tmp/trace --compare /tmp/other-trace --png timeline.png
+    dhelix inspect trace --compare other-trace --png timeline.png
 
 If the trace holds the compiled program, the estimate of `dhelix inspect DUMP` stands beside the measured times.
 """
@@ -8,10 +8,8 @@ If the trace holds the compiled program, the estimate of `dhelix inspect DUMP` s
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -19,7 +17,6 @@ from rich.table import Table
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect import targets
-from dhelix.launch.inspect.flags import TABLES
 from dhelix.launch.inspect.inspection import Inspection, inspect_module
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.times import ROOFLINE, costs_for, named
@@ -33,11 +30,13 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.runtime.profiling.traces import recording
 from dhelix.runtime.profiling.traces.recording import Recording
 
-_ALL = 10_000  # rows of a table in the page
 
-
-def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
+def run(values: flags.FlagValues, paths: Sequence[str], titles: Sequence[str], show: Sequence[str]) -> None:
     """Measures one trace or two, and prints and writes the results.
+
+    Args:
+      titles: a title of the pictures for each path.
+      show: which tables to print, of `flags.TABLES`.
 
     Raises DhelixError if the command fails.
     """
@@ -50,20 +49,17 @@ def run(values: flags.FlagValues, paths: Sequence[str]) -> None:
             predicted, notes, hardware = _predicted(recorded, values)
             found.append(measure(recorded, predicted, notes, hardware))
     if values.png or values.perfetto or values.html:
-        titles = [*values.titles, *([""] if len(paths) == 1 else (Path(path).name for path in paths))]
-        pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=False)]
+        pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=True)]
         if values.png:
             timeline_plot.save_png(pictures, values.png, values.headline, "Measured in one step on one GPU.")
         if values.perfetto:
             timeline_plot.save_perfetto(pictures, values.perfetto)
         if values.html:
             _save_html(found, pictures, values.html, values.headline)
-        for file in filter(None, (values.png, values.perfetto, values.html)):
-            print(f"dhelix inspect: wrote {file}", file=sys.stderr)
     if values.json:
         print(to_json(found))
     else:
-        print_tables(found, values.top, show=TABLES if "all" in values.show else values.show)
+        print_tables(found, values.top, show=show)
 
 
 def _program(recorded: Recording) -> bytes:
@@ -75,7 +71,7 @@ def _save_html(found: Sequence[Measurement], pictures: Sequence[Picture], path: 
     if len(found) == 2:
         headlines.append(comparison(found))
     notes = [f"{measured.source}: {note}" for measured in found for note in measured.notes]
-    shown = [table for table in tables(found, _ALL) if isinstance(table, Table)]
+    shown = [table for table in tables(found, page.MOST_ROWS) if isinstance(table, Table)]
     page.save(path, title or found[0].program, headlines, notes, pictures, shown)
 
 

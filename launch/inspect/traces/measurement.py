@@ -22,7 +22,6 @@ from dhelix.launch.inspect.traces.collectives import (
     collectives_of,
     waits_of,
 )
-from dhelix.launch.shown.instruction_words import Words
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.profiles import hardware as hardware_of
@@ -126,7 +125,7 @@ def measure(
       hardware: the GPUs that ran; None if dhelix does not know them.
     """
     program = Program.of(recording.module)
-    runs = [GpuRuns.of_gpu(gpu, recording.module) for gpu in recording.gpus]
+    runs = [GpuRuns.of_gpu(gpu, recording.module, recording.collectives) for gpu in recording.gpus]
     offsets = _clock_offsets(runs, program)
     runs = [of_gpu.earlier(offsets.get(of_gpu.gpu.host, 0.0)) for of_gpu in runs]
     steps = max(of_gpu.steps for of_gpu in runs)
@@ -170,7 +169,7 @@ def _operations(runs: Sequence[GpuRuns], program: Program, hardware: Hardware | 
                 sums[0] += 1 / (max(of_gpu.steps, 1) * len(runs))
                 sums[1] += 1e3 * run.seconds / (max(of_gpu.steps, 1) * len(runs))
     named = ((program.instructions[name], count, ms) for name, (count, ms) in found.items())
-    return operations(((i, count, ms, work[i]) for i, count, ms in named), hardware, Words())
+    return operations(((i, count, ms, work[i]) for i, count, ms in named), hardware, program.words)
 
 
 class _Kinds(dict[str, Hashable]):

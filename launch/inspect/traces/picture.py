@@ -8,7 +8,7 @@ from dhelix.launch.inspect.traces.collectives import UNNAMED, Program
 from dhelix.launch.inspect.traces.measurement import Measurement
 from dhelix.launch.inspect.traces.tables import headline
 from dhelix.launch.shown.figures import SHORT
-from dhelix.launch.shown.instruction_words import describe, part_of
+from dhelix.launch.shown.instruction_words import part_of
 from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.passes.framework import fingerprint
 from dhelix.runtime.profiling.traces.gpu_runs import GpuRuns
@@ -19,8 +19,7 @@ _LONGEST = 0.2  # and at most this fraction of the step
 
 def of(measured: Measurement, title: str = "") -> Picture:
     """The second step of the GPU with the longest steps, or the only one, or the whole trace if steps are unknown."""
-    number = max(range(len(measured.gpus)), key=lambda n: measured.gpus[n].step_ms)
-    runs = measured.runs[number]
+    runs = next(of_gpu for of_gpu in measured.runs if of_gpu.gpu.number == measured.slowest.gpu)
     begin, end = _step(runs)
     bars = tuple(sorted(_bars(runs, measured.program_facts, begin, end), key=lambda bar: (bar.start, bar.end)))
     where = f"GPU {runs.gpu.number}" + (f" of {runs.gpu.host}" if len(measured.hosts) > 1 else "")
@@ -42,7 +41,7 @@ def _step(runs: GpuRuns) -> tuple[float, float]:
 def _bars(runs: GpuRuns, program: Program, begin: float, end: float) -> Iterator[Bar]:
     for name, executions in runs.of.items():
         instruction = program.instructions.get(name)
-        what = describe(instruction) if instruction is not None else name or UNNAMED
+        what = program.describe(name)
         part = part_of(instruction) if instruction is not None else "other"
         lane = COMMUNICATION if name in runs.collectives else COMPUTE
         for run in executions:

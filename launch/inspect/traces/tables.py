@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dhelix.launch.inspect.answers import tables as answers
 from dhelix.launch.inspect.flags import SHOWN, TABLES
+from dhelix.launch.inspect.tables import both_sides, under_text
 from dhelix.launch.inspect.traces.collectives import MeasuredCollective, median_speed
 from dhelix.launch.inspect.traces.measurement import MeasuredGpu, Measurement
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
@@ -27,16 +28,6 @@ _ROWS = (
 )
 _REST = (("exposed communication", "exposed_ms"), ("nothing runs", "idle_ms"))
 """The parts of a step in which nothing computes. Operations as measured include what overlap costs."""
-_PREDICTED = {
-    "step_ms": "step_ms",
-    "compute_ms": "compute_ms",
-    "slow_down_ms": "slow_down_ms",
-    "communication_ms": "communication_ms",
-    "hidden_ms": "hidden_ms",
-    "exposed_ms": "exposed_ms",
-    "idle_ms": "idle_ms",
-}
-"""Fields of `Inspection` that predict the fields of `MeasuredGpu`."""
 
 
 def print_tables(
@@ -65,10 +56,18 @@ def print_tables(
 
 
 def comparison(found: Sequence[Measurement]) -> str:
-    """How the second trace's steps compare with the first one's."""
+    """How the second trace's steps compare with the first one's, and which part of the step changed most."""
     before, after = (measured.mean("step_ms") for measured in found)
-    fair = "" if all(m.steps for m in found) else " (not a fair comparison: the number of steps is unknown)"
-    return f"A step takes {after / before:.2f} x the time of the first trace{fair}."
+    unit = time_unit([before, after])
+    if not all(measured.steps for measured in found):
+        fair = "not a fair comparison: the number of steps is unknown"
+        return f"A step takes {after / before:.2f} x the time of the first trace ({fair})."
+    changes = {
+        words: found[1].mean(field) - found[0].mean(field) for words, field in (("compute", "compute_ms"), *_REST)
+    }
+    words, change = max(changes.items(), key=lambda item: abs(item[1]))
+    why = f"{words} changed most, by {'+' if change > 0 else ''}{unit.text(change)}"
+    return f"A step takes {unit.text(after)}, {after / before:.2f} x the time of the first trace; {why}."
 
 
 def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES) -> Iterator[Table | str]:
@@ -145,9 +144,9 @@ def _steps(found: Sequence[Measurement]) -> Table:
 
 
 def _predicted(measured: Measurement, field: str, unit: Unit) -> str:
-    if measured.predicted is None or field not in _PREDICTED:
-        return "-"
-    return unit.text(getattr(measured.predicted, _PREDICTED[field]))
+    """What `Inspection` predicts for a field of `MeasuredGpu`. It predicts all but the waiting for other GPUs."""
+    ms = getattr(measured.predicted, field, None)
+    return "-" if ms is None else unit.text(ms)
 
 
 def _gpus(measured: Measurement, name: str, unit: Unit, top: int) -> Table:
@@ -191,7 +190,7 @@ def _collectives(measured: Measurement, name: str, unit: Unit, top: int) -> Tabl
         ]
         if measured.predicted is not None:
             row.append("-" if one.predicted_exposed_ms is None else unit.text(one.predicted_exposed_ms))
-        table.add_row(*row, _under(one, unit))
+        table.add_row(*row, under_text(one.under, unit))
     left = measured.collectives[top:]
     if left:
         table.caption = f"and {len(left)} more, {unit.text(sum(one.exposed_ms for one in left))} exposed (--top)"
@@ -211,15 +210,6 @@ def _speed(one: MeasuredCollective) -> str:
 
 def _listed(gpus: Sequence[int]) -> str:
     return ", ".join(map(str, gpus[:4])) + (", ..." if len(gpus) > 4 else "")
-
-
-def _under(one: MeasuredCollective, unit: Unit) -> str:
-    kinds: dict[str, float] = {}
-    for under in one.under:
-        kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
-    longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
-    parts = [(what, ms / unit.size) for what, ms in longest]
-    return ", ".join(f"{what} {time:.2f}" for what, time in parts if time >= 0.005) or "nothing"
 
 
 def _pauses(measured: Measurement, name: str, unit: Unit) -> Table:
@@ -242,23 +232,11 @@ def _longest(found: Pauses) -> tuple[str, str]:
 
 def _collectives_of_both(found: Sequence[Measurement], top: int) -> Table:
     """Collectives with equal kind, size and number of devices share a row. Without the program, names decide."""
-    table = Table(title="Collectives of both traces, largest gain first", title_justify="left", title_style="bold")
-    for column in ("collective", "devices", "size"):
-        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
-    for column in ("runs", "time", "exposed"):
-        table.add_column(f"{column}, before -> after", justify="right", no_wrap=True)
-    rows: dict[tuple[str, int, int], list[list[float]]] = {}
-    for side, measured in enumerate(found):
-        for one in measured.collectives:
-            row = rows.setdefault((one.kind or one.instruction, one.devices, one.bytes), [[0.0] * 3, [0.0] * 3])
-            for number, value in enumerate((one.executions, one.total_ms, one.exposed_ms)):
-                row[side][number] += value
-    unit = time_unit([measured.mean("step_ms") for measured in found])
-    ordered = sorted(rows.items(), key=lambda item: (item[1][1][2] - item[1][0][2], item[0]))
-    for (kind, devices, size), (before, after) in ordered[:top]:
-        runs = f"{before[0]:,.0f} -> {after[0]:,.0f}"
-        times = [f"{unit.text(before[k])} -> {unit.text(after[k])}" for k in (1, 2)]
-        table.add_row(kind, f"{devices:,}" if devices else "?", size_unit([size]).text(size), runs, *times)
-    if ordered[top:]:
-        table.caption = f"and {len(ordered) - top} more (--top)"
-    return table
+    sides = [
+        [
+            ((one.kind or one.instruction, one.devices, one.bytes), (one.executions, one.total_ms, one.exposed_ms))
+            for one in measured.collectives
+        ]
+        for measured in found
+    ]
+    return both_sides("traces", "time", sides, time_unit([measured.mean("step_ms") for measured in found]), top)

@@ -28,6 +28,8 @@ from rich.text import Text
 from dhelix.errors import DhelixError
 from dhelix.launch.shown.timeline_plot import COLOURS, Bar, Picture, pieces
 
+MOST_ROWS = 10_000
+"""Rows of a table that a browser still shows without delay; callers give no longer tables."""
 _HERE = Path(__file__).parent
 
 

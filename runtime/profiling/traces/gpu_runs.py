@@ -1,8 +1,10 @@
 """What one GPU of a recording ran, by instruction: the common input of all that measures a trace.
 
-runs = GpuRuns.of_gpu(gpu, module)
-runs.of["all-gather-start.3"][0].seconds        # the first execution of this instruction
-runs.steps, runs.starts                         # how many steps there are, and when each began
+    runs = GpuRuns.of_gpu(gpu, module)
+    runs.of["all-gather-start.3"][0].seconds        # the first execution of this instruction
+    runs.steps, runs.starts                         # how many steps there are, and when each began
+
+A collective that the trace names by the instruction inside its async pair is listed under the pair's start.
 """
 
 from __future__ import annotations
@@ -44,18 +46,19 @@ class GpuRuns:
     ahead: float = 0.0
 
     @classmethod
-    def of_gpu(cls, gpu: Gpu, module: HloModule | None) -> GpuRuns:
+    def of_gpu(cls, gpu: Gpu, module: HloModule | None, collectives: frozenset[str] = frozenset()) -> GpuRuns:
         """Joins the kernels of a GPU to executions.
 
         Args:
           module: the program; None if it is unknown. Then instructions have the names that the trace gives.
+          collectives: names of its instructions that communicate.
         """
         events = [
             Event(k.start / 1e3, k.end / 1e3, k.stream, k.instruction or ("" if k.is_communication else _IN_GRAPH))
             for k in gpu.kernels
         ]
         found = of_events(events)
-        talking = {k.instruction for k in gpu.kernels if k.is_communication}
+        talking = {k.instruction for k in gpu.kernels if k.is_communication} | collectives
         starts: list[float] = []
         if module is None:
             of: dict[str, list[Execution]] = {}
@@ -64,7 +67,6 @@ class GpuRuns:
         else:
             times = by_instruction(module, found)
             of = {i.name: runs for i, runs in times.items() if i.opcode not in CONTROL_FLOW}
-            talking |= trace.collective_instructions(module)
             steps = steps_in(module, times)
             once = [times[i] for i in sequence_of(module.entry) if i in times and len(times[i]) == steps]
             starts = [run.start for run in min(once, key=lambda runs: runs[0].start)] if once else []

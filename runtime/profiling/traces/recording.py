@@ -1,7 +1,7 @@
 """All GPUs of one recording: the files that the processes of a job wrote into one folder, and the programs in them.
 
-    found = recording.load("/tmp/trace")      # a folder of jax.profiler.trace, or one file of it
-    found.gpus[3].kernels                     # of the fourth GPU, counted over all hosts
+    found = recording.load("trace")      # a folder of jax.profiler.trace, or one file of it
+    found.gpus[3].kernels                # of the fourth GPU, counted over all hosts
 
 The profiler writes `plugins/profile/<time>/<host>.xplane.pb`, one file for each host, and the same events as
 `<host>.trace.json.gz`. The JSON is read only where there is no `.xplane.pb`. Hosts are sorted by name, and their GPUs
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class Recording:
       source: the folder or file.
       program: name of the HLO module whose kernels take the most time. Only its kernels are in `gpus`.
       module: this module as it ran; None if the trace does not hold it.
+      collectives: names of its instructions that communicate.
       gpus: those that ran the program, on all hosts.
       notes: sentences on what is missing or assumed.
     """
@@ -63,6 +65,7 @@ class Recording:
     source: str
     program: str
     module: HloModule | None
+    collectives: frozenset[str]
     gpus: tuple[Gpu, ...]
     notes: tuple[str, ...]
 
@@ -97,13 +100,15 @@ def load(path: str | Path, program: str | None = None) -> Recording:
     """
     files = _newest(Path(path))
     profiles = {file: _profile(file) for file in files}
-    present = {file: trace.devices(profile) for file, profile in profiles.items()}
-    if not any(present.values()):
+    read = {file: {name: trace.kernels(p, name) for name in trace.devices(p)} for file, p in profiles.items()}
+    if not any(read.values()):
         raise DhelixError(f"{path} holds no GPU; record the trace on GPUs, with jax.profiler.trace around some steps")
-    program, others = _choose(profiles, program, str(path))
+    every = (kernel for of_file in read.values() for kernels in of_file.values() for kernel in kernels)
+    program, others = _choose(every, program, str(path))
     held = [m for file in files if file.name.endswith(PROTO) for m in _modules(file) if m.name == program]
     modules = [module for module in held if _is_valid(module)]
     module = modules[0] if modules else None
+    collectives = trace.collective_instructions(module) if module is not None else frozenset[str]()
     gpus, notes = [], list(others)
     if held and module is None:
         notes.append(f"the program {program} in the trace is damaged, so names tell which instructions communicate")
@@ -117,13 +122,17 @@ def load(path: str | Path, program: str | None = None) -> Recording:
     for file in files:
         profile = profiles[file]
         launched = _launched(profile)
-        for name in present[file]:
-            kernels = _inside(trace.kernels(profile, name, module, program))
+        for name, every_kernel in read[file].items():
+            kernels = _inside([kernel for kernel in every_kernel if kernel.module in ("", program)])
+            if module is not None:
+                kernels = tuple(
+                    replace(k, is_communication=k.instruction in collectives) if k.instruction else k for k in kernels
+                )
             if kernels:
                 gpus.append(Gpu(len(gpus), _host(file), name, kernels, launched, _facts(profile, name)))
         if getattr(profile, "events", 0) >= json_trace.MOST_EVENTS:
             notes.append(f"{file.name} holds {profile.events:,} events, as many as fit: give the {PROTO} file")
-    return Recording(str(path), program, module, tuple(gpus), tuple(notes))
+    return Recording(str(path), program, module, collectives, tuple(gpus), tuple(notes))
 
 
 def _inside(kernels: list[Kernel]) -> tuple[Kernel, ...]:
@@ -158,7 +167,7 @@ def _newest(path: Path) -> list[Path]:
         return [path]
     files = _files_under(path) if path.is_dir() else []
     if not files:
-        raise DhelixError(f"{path} holds no *{PROTO} file; record one with jax.profiler.trace({str(path)!r})")
+        trace.find(path)  # says what is missing
     newest = max(files, key=lambda file: (file.stat().st_mtime, str(file)))
     return [file for file in files if file.parent == newest.parent]
 
@@ -184,14 +193,12 @@ def _is_valid(module: HloModule) -> bool:
     return True
 
 
-def _choose(profiles: dict[Path, Profile], program: str | None, source: str) -> tuple[str, list[str]]:
+def _choose(kernels: Iterable[Kernel], program: str | None, source: str) -> tuple[str, list[str]]:
     """The program to look at, and a note on the others."""
     took: dict[str, float] = defaultdict(float)
-    for profile in profiles.values():
-        for plane in profile.planes:
-            if plane.name and plane.name.startswith("/device:GPU:"):
-                for name, ms in _by_program(plane):
-                    took[name] += ms
+    for kernel in kernels:
+        if kernel.module:
+            took[kernel.module] += kernel.end - kernel.start
     if not took:
         raise DhelixError(f"{source} holds no kernel that names its program; record it while a jitted function runs")
     if program is not None and program not in took:
@@ -200,19 +207,9 @@ def _choose(profiles: dict[Path, Profile], program: str | None, source: str) -> 
     chosen = program or max(took, key=lambda name: (took[name], name))
     rest = sum(ms for name, ms in took.items() if name != chosen)
     share = rest / sum(took.values())
-    note = f"{len(took) - 1} other programs took {share:.0%} of the kernels' time and are left out"
+    others = "1 other program" if len(took) == 2 else f"{len(took) - 1} other programs"
+    note = f"left out: {others}, with {share:.0%} of the kernels' time"
     return chosen, [note] if share >= 0.01 else []
-
-
-def _by_program(plane: Any) -> list[tuple[str, float]]:
-    return [
-        (str(value), event.duration_ns / 1e6)
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-        for key, value in event.stats
-        if key == "hlo_module" and value
-    ]
 
 
 def _launched(profile: Profile) -> dict[str, float]:

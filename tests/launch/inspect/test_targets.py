@@ -173,3 +173,24 @@ def test_devices_in_hand() -> None:
 def test_a_dump_of_cpus_is_shown_and_said_to_be_one(tmp_path: Path) -> None:
     gpu, (note,) = choose(tmp_path, name="module_0001.jit_f.cpu_after_optimizations.txt")
     assert gpu is hardware.H200 and "compiled for CPU" in note and "times are for an H200" in note
+
+
+@pytest.mark.parametrize(
+    ("facts", "gpu"),
+    [
+        ({"compute_cap_major": 9, "compute_cap_minor": 0, "memory_size": 85_000_000_000}, "H100"),
+        ({"compute_cap_major": 9, "compute_cap_minor": 0, "memory_size": 150_000_000_000}, "H200"),
+        ({"compute_cap_major": 8, "compute_cap_minor": 0, "memory_size": 85_000_000_000}, "A100"),
+        ({}, "H200"),
+    ],
+)
+def test_the_gpu_of_a_trace(facts: dict[str, int], gpu: str) -> None:
+    found, notes = targets.of_facts(facts)
+    assert found.name == gpu
+    assert bool(notes) is (not facts)
+
+
+def test_gpus_of_traces_that_have_no_times() -> None:
+    for facts, words in (({"device_vendor": "AMD"}, "AMD"), ({"compute_cap_major": 7}, "capability 7.0")):
+        with pytest.raises(DhelixError, match=words):
+            targets.of_facts(facts)

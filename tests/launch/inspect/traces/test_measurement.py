@@ -126,7 +126,7 @@ def test_compute_in_cuda_graphs_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_damage_does_no_harm(seed: int, tmp_path: Path) -> None:
-    """A damaged trace is refused or measured. 3,000 seeds were tried."""
+    """A damaged trace is refused or measured."""
     rng = random.Random(seed)
     (file,) = simulated_job.record(tmp_path, (0.0, 250.0)).rglob("*.xplane.pb")
     data = bytearray(file.read_bytes())

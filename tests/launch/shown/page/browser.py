@@ -1,6 +1,6 @@
 """Drives Debian's Chromium through chromedriver's HTTP interface (W3C WebDriver), with the standard library alone.
 
-Selenium would do the same and needs fourteen packages, which every environment of the tests would have to install.
+Selenium would do the same, but its packages would be installed in every environment of the tests, for one test file.
 """
 
 from __future__ import annotations
