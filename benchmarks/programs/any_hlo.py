@@ -44,7 +44,7 @@ def inspect(path: str) -> tuple[str, str]:
     from rich.console import Console
 
     from dhelix.errors import DhelixError
-    from dhelix.launch.inspect import command, tables
+    from dhelix.launch.inspect import command, picture, tables
     from dhelix.launch.inspect.flags import TABLES
     from dhelix.launch.inspect.inspection import inspect_module
     from dhelix.launch.inspect.reading import dumps
@@ -58,6 +58,7 @@ def inspect(path: str) -> tuple[str, str]:
         with dumps.blaming(found.file):
             report = inspect_module(found.module, Costs(ALL["H200"]), notes=found.notes)
         command.to_json([report])
+        picture.of(report)
         tables.print_tables([report], console=Console(file=io.StringIO(), width=144), show=TABLES)
     except DhelixError as error:
         return ("refused" if str(error) and "\n" not in str(error) else "traceback"), str(error)

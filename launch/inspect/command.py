@@ -21,7 +21,7 @@ from rich.table import Table
 
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import NO_EFFECT
-from dhelix.launch.inspect import tables, targets
+from dhelix.launch.inspect import picture, tables, targets
 from dhelix.launch.inspect.flags import NONE, TABLES
 from dhelix.launch.inspect.inspection import Inspection, inspect_module
 from dhelix.launch.inspect.reading import dumps
@@ -81,7 +81,7 @@ def _inspect_dumps(values: flags.FlagValues, paths: Sequence[str], titles: Seque
     if values.png:
         save_png(found, values.png, values.headline)
     if values.perfetto:
-        timeline_plot.save_perfetto([i.picture for i in found], values.perfetto)
+        timeline_plot.save_perfetto(list(map(picture.of, found)), values.perfetto)
     if values.html:
         save_html(found, values.html, values.headline)
     if values.json:
@@ -154,11 +154,11 @@ def inspect_dump(
 def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
     """Draws the timelines of one or several inspections in one picture, on the same time axis."""
     first = found[0]
-    pictures = [first.picture]
+    pictures = [picture.of(first)]
     for other in found[1:]:
         ratio = other.step_ms / first.step_ms if first.step_ms else 1.0
-        summary = f"{other.picture.summary}  ·  {ratio:.2f} × the step above"
-        pictures.append(dataclasses.replace(other.picture, summary=summary))
+        drawn = picture.of(other)
+        pictures.append(dataclasses.replace(drawn, summary=f"{drawn.summary}  ·  {ratio:.2f} × the step above"))
     timeline_plot.save_png(pictures, path, headline, f"{tables.estimate(found)} The step was not run.")
 
 
@@ -179,4 +179,4 @@ def save_html(found: Sequence[Inspection], path: str | Path, headline: str = "")
     headlines = [line.strip() for line, _ in tables.headlines(found)]
     shown_tables = [shown for shown in tables.all_tables(found, page.MOST_ROWS) if isinstance(shown, Table)]
     notes = [f"{inspection.source}: {note}" for inspection in found for note in tables.notes_on(inspection)]
-    page.save(path, headline or names, headlines, notes, [i.picture for i in found], shown_tables)
+    page.save(path, headline or names, headlines, notes, list(map(picture.of, found)), shown_tables)

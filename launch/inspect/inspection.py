@@ -8,13 +8,12 @@ takes the most time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dhelix.launch.inspect.answers.answers import Answers, answer
 from dhelix.launch.inspect.reading.dumps import Memory
-from dhelix.launch.shown.figures import SHORT
 from dhelix.launch.shown.instruction_words import (
     Place,
     Words,
@@ -24,15 +23,13 @@ from dhelix.launch.shown.instruction_words import (
     place_notes,
     places_of,
 )
-from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
-from dhelix.launch.shown.units import size_unit, time_unit
 from dhelix.passes.analysis.collectives import Collective, NamedMesh, is_start, named_mesh
 from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.intervals import CollectiveTime, Timeline, unfolded
-from dhelix.passes.evaluation.roofline_costs import Lane, made_synchronous
-from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
+from dhelix.passes.evaluation.intervals import CollectiveTime, Timeline
+from dhelix.passes.evaluation.roofline_costs import made_synchronous
+from dhelix.passes.evaluation.step_parts import moved, step_parts
 from dhelix.passes.evaluation.step_time import executed
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework import fingerprint
@@ -41,12 +38,6 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.profiles.hardware import Hardware
 
 LARGE = 16 * 2**20  # bytes; copies of smaller buffers are not reported
-_LANES = {
-    Lane.COMPUTE: COMPUTE,
-    Lane.COMM: COMMUNICATION,
-    Lane.COMM_2: f"{COMMUNICATION}, second stream",
-    Lane.HOST: f"{COMMUNICATION} with the host",
-}
 
 
 @dataclass(frozen=True)
@@ -123,6 +114,22 @@ class CopyReport:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """The timeline of a step, and what is known of its instructions, by their names.
+
+    Attributes:
+      parts: alpha, beta, forward, backward or other.
+      overlaps: whether the device can run collectives and compute at once.
+    """
+
+    timeline: Timeline
+    instructions: Mapping[str, Instruction]
+    parts: Mapping[str, str]
+    words: Words
+    overlaps: bool
+
+
+@dataclass(frozen=True)
 class Inspection:
     """The analysis of a step. All times are estimates for one step, in milliseconds.
 
@@ -137,8 +144,9 @@ class Inspection:
       copies: buffers of at least LARGE bytes that are copied or filled inside loops, longest total time first.
       memory: memory of one device; None if unknown.
       parts: the parts of the step's time; not in the JSON.
-      picture: the timeline; not in the JSON.
       answers: where time and memory go.
+      title: of the picture; not in the JSON.
+      ran: what a picture shows; not in the JSON.
     """
 
     source: str
@@ -161,8 +169,9 @@ class Inspection:
     memory: Memory | None
     notes: tuple[str, ...]
     parts: StepParts = dataclasses.field(repr=False, compare=False)
-    picture: Picture = dataclasses.field(repr=False, compare=False)
     answers: Answers = dataclasses.field(repr=False, compare=False)
+    title: str = dataclasses.field(repr=False, compare=False)
+    ran: Ran = dataclasses.field(repr=False, compare=False)
 
     @property
     def hidden_share(self) -> float:
@@ -175,8 +184,9 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the picture and the parts, as JSON values."""
-        fields = dataclasses.asdict(dataclasses.replace(self, picture=Picture("", "", ())))
-        del fields["picture"], fields["parts"], fields["answers"]["words"]
+        without: Any = {"ran": None}  # asdict would copy the program
+        fields = dataclasses.asdict(dataclasses.replace(self, **without))
+        del fields["title"], fields["ran"], fields["parts"], fields["answers"]["words"]
         used = self.answers.utilization
         fields["answers"]["utilization"] |= {"mfu": used.mfu, "hfu": used.hfu}
         fields["unknown_kernels"] = self.unknown_kernels
@@ -201,8 +211,8 @@ def inspect_module(
       costs: costs of the module's instructions.
       cost_model: words that say where the costs come from.
       source: words that say where the module comes from.
-      title: title of the picture; default: the module's name.
-      overlaps: whether the device can run collectives and compute at once. If not, as on CPUs, the picture says so.
+      title: title of a picture; default: the module's name.
+      overlaps: whether the device can run collectives and compute at once. If not, as on CPUs, a picture says so.
     """
     hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
@@ -219,7 +229,7 @@ def inspect_module(
         for i in sequence_of(computation)
         if i.name not in seen and communicates(i) is not None
     ]
-    inspection = Inspection(
+    return Inspection(
         source=source or module.name,
         module=module.name,
         instructions=module.instruction_count,
@@ -240,28 +250,10 @@ def inspect_module(
         memory=memory,
         notes=(*notes, *place_notes(places)),
         parts=step_parts(module, costs, played=timeline, ran=ran),
-        picture=Picture("", "", ()),
         answers=answer(module, costs, timeline, ran, words),
+        title=title or fingerprint.unmark(module.name),
+        ran=Ran(timeline, instructions, parts, words, overlaps),
     )
-    copied = {copy.instruction for copy in inspection.copies}
-    picture = Picture(
-        title or fingerprint.unmark(module.name),
-        _summary(inspection, overlaps),
-        tuple(_bars(timeline, instructions, parts, copied, words)),
-        tuple(_windows(timeline, parts)),
-        overlaps,
-        tuple(_memory(timeline, inspection.answers)),
-    )
-    return dataclasses.replace(inspection, picture=picture)
-
-
-def _memory(timeline: Timeline, answers: Answers) -> Iterator[tuple[float, int]]:
-    """When the needed memory changes, in milliseconds, and to how many bytes."""
-    starts = {interval.instruction: 1e3 * interval.start for interval in timeline.intervals}
-    at = 0.0
-    for point in answers.memory.points:
-        at = max(at, starts.get(point.instruction, at))
-        yield at, point.bytes
 
 
 def _collective(
@@ -347,46 +339,6 @@ def _copies(places: dict[Computation, Place], costs: Costs) -> tuple[CopyReport,
             shape = shapes.text(instruction.shape)
             found.append(CopyReport(instruction.name, kind, shape, size, place.loops, place.executions, total))
     return tuple(sorted(found, key=lambda c: (-c.total_ms, c.instruction)))
-
-
-def _bars(
-    timeline: Timeline, instructions: dict[str, Instruction], parts: dict[str, str], copied: set[str], words: Words
-) -> Iterator[Bar]:
-    for interval, start in unfolded(timeline):
-        name = interval.instruction
-        what, key = words[instructions[name]], "copy" if name in copied else parts[name]
-        end = start + interval.end - interval.start
-        yield Bar(1e3 * start, 1e3 * end, _LANES[interval.lane], key, what, name, SHORT.get(what, ""))
-
-
-def _windows(timeline: Timeline, parts: dict[str, str]) -> Iterator[Window]:
-    for start, body, runs in loops_to_look_at(timeline):
-        title = f"one of {runs:,} iterations{_what_runs(body, parts)}: {1e3 * body.seconds:.2f} ms"
-        yield Window(1e3 * start, 1e3 * (start + body.seconds), title)
-
-
-def _what_runs(body: Timeline, parts: dict[str, str]) -> str:
-    found = {parts[c.instruction] for c in body.collectives}
-    if {"alpha", "beta"} <= found or {"forward", "backward"} <= found:
-        return ", backward of strand α and forward of strand β"
-    directions = [word for word in ("forward", "backward") if word in found]
-    return f", {directions[0]}" if directions else ""
-
-
-def _summary(inspection: Inspection, overlaps: bool) -> str:
-    unit = time_unit([inspection.step_ms])
-    words = [
-        f"predicted: step {unit.text(inspection.step_ms)}",
-        f"exposed communication {unit.text(inspection.exposed_ms)}",
-    ]
-    if not overlaps:
-        words = [f"a program for CPUs, at the speed of {inspection.hardware}: nothing overlaps; compile it for GPUs"]
-    if inspection.unknown_kernels:
-        words.append(unknown_text(inspection))
-    if inspection.memory is not None:
-        peak = inspection.memory.peak
-        words.append(f"peak memory {size_unit([peak]).text(peak)}")
-    return "  ·  ".join(words)
 
 
 def unknown_text(inspection: Inspection) -> str:

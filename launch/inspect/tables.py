@@ -54,6 +54,9 @@ def notes_on(inspection: Inspection) -> list[str]:
 
 def headlines(found: Sequence[Inspection]) -> Iterator[tuple[str, str]]:
     """Where the times come from and what was gained, each with the style of its line."""
+    if len(found) == 1:
+        (one,) = found
+        yield outcome("A step takes", "predicted", one.step_ms, one.communication_ms, one.hidden_ms), "bold"
     yield estimate(found), ""
     if len(found) == 2:
         gain = Gain(*(inspection.parts for inspection in found))
@@ -63,6 +66,16 @@ def headlines(found: Sequence[Inspection]) -> Iterator[tuple[str, str]]:
             yield f"  Not a fair comparison: {warning}", "yellow"
 
 
+def outcome(begin: str, how: str, step_ms: float, communication_ms: float, hidden_ms: float) -> str:
+    """How long a step takes, and how much of its communication is hidden; `how` says how this is known."""
+    unit = time_unit([step_ms])
+    words = f"{begin} {unit.text(step_ms)}, {how}."
+    if communication_ms:
+        words += f" Of {unit.text(communication_ms)} communication, {hidden_ms / communication_ms:.0%} is hidden and "
+        words += f"{unit.text(communication_ms - hidden_ms)} exposed."
+    return words
+
+
 def all_tables(found: Sequence[Inspection], top: int, show: Sequence[str] = TABLES) -> Iterator[Table | str]:
     """The tables, and sentences in place of empty ones and on single rows; arguments as for `print_tables`."""
     if "step" in show:
@@ -70,10 +83,10 @@ def all_tables(found: Sequence[Inspection], top: int, show: Sequence[str] = TABL
     if len(found) == 2 and "collectives" in show:
         yield _collectives_of_both(found, top)
     for inspection in found:
-        name = f" of {inspection.picture.title}" if len(found) > 1 else ""
+        name = f" of {inspection.title}" if len(found) > 1 else ""
         told = inspection.answers
         if "time" in show:
-            rest = {words: ms for words, ms in _rest(inspection).items() if ms}
+            rest = _rest(inspection)
             yield answers.time_by_category(told.operations, rest, inspection.step_ms, told.utilization, name)
         if "operations" in show:
             yield answers.operations(told.operations, inspection.step_ms, top, name)
@@ -116,7 +129,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
     table = Table(title="One step", title_justify="left", title_style="bold")
     table.add_column("")
     for inspection in found:
-        table.add_column(inspection.picture.title, justify="right")
+        table.add_column(inspection.title, justify="right")
     two = len(found) == 2
     if two:
         table.add_column("after / before", justify="right")

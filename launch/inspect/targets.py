@@ -150,8 +150,10 @@ def _backend(file: Path, module: HloModule) -> str:
         return "CPU"
     if re.search(r"\bgfx[0-9a-f]+", file.name):
         return "ROCm"
-    instructions = [i for c in module.computations for i in c.instructions]
-    if any(i.proto.custom_call_target == "tpu_custom_call" or _is_tiled(i.shape) for i in instructions):
+    calls = (i for c in module.computations for i in c.instructions if i.opcode == "custom-call")
+    if any(_is_tiled(i.shape) for i in module.entry.instructions) or any(
+        call.proto.custom_call_target == "tpu_custom_call" for call in calls
+    ):
         return "TPU"
     platform = _fields(_description(file)).get("platform_name", "CUDA")
     return {"CUDA": "GPU", "ROCM": "ROCm"}.get(platform.upper(), platform)

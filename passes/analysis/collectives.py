@@ -37,6 +37,8 @@ KINDS = frozenset(
     """all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute
     collective-broadcast""".split()
 )
+_OPCODES = KINDS | {f"{kind}-start" for kind in KINDS}
+_HOLDERS = frozenset(("async-start", "fusion", "call"))
 GROUP_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
 
 Groups = tuple[tuple[int, ...], ...]
@@ -145,12 +147,13 @@ def payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instruc
     collectives of its callee count.
     """
     opcode = instruction.opcode
-    if opcode.removesuffix("-start") in KINDS:
+    if opcode in _OPCODES:
         yield instruction
-    elif opcode in ("async-start", "fusion") or (inside and opcode == "call"):
+    elif opcode in _HOLDERS and (inside or opcode != "call"):
         for called in instruction.called:
             for inner in called.instructions:
-                yield from payloads(inner, True)
+                if inner.opcode in _OPCODES or inner.opcode in _HOLDERS:
+                    yield from payloads(inner, True)
 
 
 def flattened_groups(collective: Instruction) -> Groups:
@@ -300,6 +303,8 @@ def _strides(dimensions: Sequence[int]) -> list[int]:
 
 def is_exclusive(instruction: Instruction) -> bool:
     """Whether `instruction` is a Mosaic kernel that waits for the same kernel on other devices."""
+    if instruction.opcode != "custom-call":
+        return False
     proto = instruction.proto
     return proto.custom_call_target.startswith(_KERNEL) and _PEERS in proto.backend_config
 

@@ -10,7 +10,7 @@ Without a profile, every cost comes from the roofline (`roofline_costs`), so it 
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -165,11 +165,13 @@ class Costs(dict[Instruction, Cost]):
         self.matmuls, self.instead = matmuls, instead
         self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
         self._rates: dict[tuple[Instruction, Instruction, bool, bool], tuple[float, float]] = {}
+        self._of_fusions: dict[Hashable, Cost] = {}  # by content
         self._guessed: set[tuple[str, str]] = set()
         self._assumes_network: set[Instruction] = set()
 
     def __missing__(self, instruction: Instruction) -> Cost:
-        cost = instruction_cost(instruction, self.hardware, self.__getitem__)
+        roofline = functools.partial(instruction_cost, hardware=self.hardware, inner=self.__getitem__)
+        cost = self.operator_keys.contents.once(instruction, self._of_fusions, roofline)
         if cost.between_nodes and self.estimator is None:
             self._assumes_network.add(instruction)
         if (kernel := self._kernel(instruction)) is not None:

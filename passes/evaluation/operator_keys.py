@@ -13,7 +13,8 @@ has the key of the call, because the slices are only pointer offsets. The key of
 have no key.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from math import prod
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
+from dhelix.passes.analysis.content import Contents
 from dhelix.passes.evaluation.custom_calls import family_of
 from dhelix.passes.evaluation.fusion_form import form_of, in_memory
 from dhelix.passes.evaluation.operator_work import payload, work_of
@@ -44,14 +46,21 @@ _LIBRARIES = {"__cublas$gemm": "cublas", "__cublas$lt$matmul": "cublaslt", "__cu
 
 
 class OperatorKeys(dict[Instruction, Key | None]):
-    """Maps instructions to keys, each made at its first lookup. Arguments: see `key_of`."""
+    """Maps instructions to keys, each made at its first lookup. Arguments: see `key_of`.
+
+    Attributes:
+      contents: of the instructions. Fusions with equal content get one key, which is made once.
+    """
 
     def __init__(self, gpus_per_node: int = 8, implementation: str = "nccl") -> None:
         super().__init__()
         self.gpus_per_node, self.implementation = gpus_per_node, implementation
+        self.contents = Contents()
+        self._of_fusions: dict[Hashable, Key | None] = {}
 
     def __missing__(self, instruction: Instruction) -> Key | None:
-        key = self[instruction] = key_of(instruction, self.gpus_per_node, self.implementation)
+        of = partial(key_of, gpus_per_node=self.gpus_per_node, implementation=self.implementation)
+        key = self[instruction] = self.contents.once(instruction, self._of_fusions, of)
         return key
 
 

@@ -73,8 +73,8 @@ def find_transfer(instruction: Instruction) -> Transfer | None:
         return Transfer(FROM_HOST if opcode == "infeed" else TO_HOST, shapes.byte_size(fed), host=True)
     if opcode == "custom-call" and (kind := _ANNOTATIONS.get(proto.custom_call_target)):
         return Transfer(kind, shapes.byte_size(instruction.operands[0].shape), host=True)
-    size = host_bytes(instruction)
-    if not size or not _only_moves(instruction):
+    size = host_bytes(instruction) if _only_moves(instruction) else 0
+    if not size:
         return None
     return Transfer(TO_HOST if _written_to_host(instruction) else FROM_HOST, size, host=True)
 
@@ -94,7 +94,7 @@ def host_bytes(instruction: Instruction) -> int:
         part = operands[1].shape if opcode == "dynamic-update-slice" else instruction.shape
         whole = instruction.shape if opcode == "dynamic-update-slice" else operands[0].shape
         return shapes.byte_size(part) if _on_host(whole) is not _on_host(part) else 0
-    if opcode != "fusion" or not any(_on_host(s) for v in (instruction, *operands) for s in _leaves(v.shape)):
+    if opcode != "fusion" or not any(_any_on_host(v.shape) for v in (instruction, *operands)):
         return 0
     fused = instruction.called[0]
     users = fused.users()
@@ -146,9 +146,12 @@ def _leaves(shape: Any) -> Iterator[Any]:
         yield from _leaves(inner)
 
 
+def _any_on_host(shape: Any) -> bool:
+    return any(map(_any_on_host, shape.tuple_shapes)) if shapes.is_tuple(shape) else _on_host(shape)
+
+
 def _written_to_host(instruction: Instruction) -> bool:
-    result = instruction.shape.tuple_shapes[0] if instruction.opcode == "copy-start" else instruction.shape
-    return any(map(_on_host, _leaves(result)))
+    return _any_on_host(instruction.shape.tuple_shapes[0] if instruction.opcode == "copy-start" else instruction.shape)
 
 
 def _only_moves(instruction: Instruction) -> bool:

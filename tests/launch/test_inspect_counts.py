@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dhelix.launch import cli
+from dhelix.launch.inspect import picture
 from dhelix.launch.inspect.command import inspect_dump
 from dhelix.launch.inspect.inspection import Inspection, inspect_module, unknown_text
 from dhelix.passes.evaluation.costs import Costs
@@ -142,7 +143,7 @@ def test_unknown_kernels_are_counted_and_named() -> None:
     ]
     assert found.unknown[0].bytes == 4 * 64 * MIB
     words = "3 kernels are unknown custom calls, counted by the bytes they move"
-    assert unknown_text(found) == words and words in found.picture.summary
+    assert unknown_text(found) == words and words in picture.of(found).summary
     assert found.to_dict()["unknown_kernels"] == 3
     assert unknown_text(inspected(WHILE, LOOP)) == ""
 
@@ -177,7 +178,7 @@ def test_host_transfers_have_a_row_a_lane_and_a_total() -> None:
     assert (copy.kind, copy.bytes, copy.devices, copy.groups, copy.notes) == ("copy to host", 64 * MIB, 1, 1, ())
     assert [u.what for u in copy.under] == ["GEMM"]
     assert found.host_ms == pytest.approx(copy.alone_ms) and found.host_ms > 64 * MIB / 63e6
-    assert "communication with the host" in found.picture.lanes
+    assert "communication with the host" in picture.of(found).lanes
 
 
 def test_plan_and_profile_count_host_transfers_too(

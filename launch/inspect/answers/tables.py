@@ -38,6 +38,8 @@ def time_by_category(
         speed = f"{one.tflops:,.0f}" if one.flops else ""
         table.add_row(category, unit.text(one.ms), _percent(one.ms / step_ms), speed, _percent(one.roofline))
     for words, ms in rest.items():
+        if unit.text(ms) == unit.text(0.0):
+            continue
         table.add_row(words, unit.text(ms), _percent(ms / step_ms), "", "")
     if used is not None and used.flops:
         again = f"; {used.hfu:.1%} with what is computed again (HFU)" if used.recomputed else ""

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from dhelix.launch.inspect.answers import tables as answers
 from dhelix.launch.inspect.flags import SHOWN, TABLES
-from dhelix.launch.inspect.tables import both_sides, under_text
+from dhelix.launch.inspect.inspection import Inspection
+from dhelix.launch.inspect.tables import both_sides, outcome, under_text
 from dhelix.launch.inspect.traces.collectives import MeasuredCollective, median_speed
 from dhelix.launch.inspect.traces.measurement import MeasuredGpu, Measurement
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
@@ -81,7 +82,7 @@ def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES)
         step_ms = measured.mean("step_ms")
         unit = time_unit([step_ms])
         if "time" in show and measured.operations:
-            rest = {words: measured.mean(field) for words, field in _REST if measured.mean(field)}
+            rest = {words: measured.mean(field) for words, field in _REST}
             yield answers.time_by_category(measured.operations, rest, step_ms, measured.utilization, name)
         if "operations" in show and measured.operations:
             yield answers.operations(measured.operations, step_ms, top, name)
@@ -95,15 +96,11 @@ def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES)
 
 def headline(measured: Measurement) -> str:
     """One sentence: how long a step takes, and how much of its communication is hidden."""
-    unit = time_unit([measured.mean("step_ms")])
-    of = "A step takes" if measured.steps else "The trace lasts"
-    hidden, total = measured.mean("hidden_ms"), measured.mean("communication_ms")
-    words = f"{of} {unit.text(measured.mean('step_ms'))}, measured."
-    if total:
-        words += f" Of {unit.text(total)} communication, {hidden / total:.0%} is hidden and "
-        words += f"{unit.text(total - hidden)} exposed."
+    begin = "A step takes" if measured.steps else "The trace lasts"
+    step_ms, communication_ms, hidden_ms = map(measured.mean, ("step_ms", "communication_ms", "hidden_ms"))
+    words, unit = outcome(begin, "measured", step_ms, communication_ms, hidden_ms), time_unit([step_ms])
     last = max(measured.gpus, key=lambda gpu: gpu.delays_ms)
-    if last.delays_ms > 0.01 * measured.mean("step_ms"):
+    if last.delays_ms > 0.01 * step_ms:
         words += f" GPU {last.gpu} of {last.host} arrives last: others wait {unit.text(last.delays_ms)} for it alone."
     return words
 
@@ -117,14 +114,16 @@ def _recorded(measured: Measurement) -> str:
 
 def _steps(found: Sequence[Measurement]) -> Table:
     one = "One step" if all(measured.steps for measured in found) else "The whole trace"
-    table = Table(title=f"{one}, mean of the GPUs", title_justify="left", title_style="bold")
+    several = any(len(measured.gpus) > 1 for measured in found)
+    table = Table(title=f"{one}, mean of the GPUs" if several else one, title_justify="left", title_style="bold")
     table.add_column("")
     if len(found) == 2:
         for heading in ("before", "after", "after / before"):
             table.add_column(heading, justify="right")
     else:
         bounds = ("least", "most") if len(found[0].gpus) > 1 else ()
-        for heading in ("measured", *bounds, "predicted"):
+        predicted = ("predicted",) if found[0].predicted is not None else ()
+        for heading in ("measured", *bounds, *predicted):
             table.add_column(heading, justify="right")
     unit = time_unit([measured.mean("step_ms") for measured in found])
     for words, field in _ROWS:
@@ -135,7 +134,7 @@ def _steps(found: Sequence[Measurement]) -> Table:
         else:
             every = [getattr(gpu, field) for gpu in found[0].gpus]
             shown += [unit.text(min(every)), unit.text(max(every))] if len(every) > 1 else []
-            shown.append(_predicted(found[0], field, unit))
+            shown += [_predicted(found[0].predicted, field, unit)] if found[0].predicted is not None else []
         table.add_row(words, *shown, style="bold" if field in ("step_ms", "exposed_ms") else "")
     known = min(gpu.slow_down_known for measured in found for gpu in measured.gpus)
     if known < 0.995:
@@ -143,9 +142,9 @@ def _steps(found: Sequence[Measurement]) -> Table:
     return table
 
 
-def _predicted(measured: Measurement, field: str, unit: Unit) -> str:
+def _predicted(predicted: Inspection, field: str, unit: Unit) -> str:
     """What `Inspection` predicts for a field of `MeasuredGpu`. It predicts all but the waiting for other GPUs."""
-    ms = getattr(measured.predicted, field, None)
+    ms = getattr(predicted, field, None)
     return "-" if ms is None else unit.text(ms)
 
 
@@ -218,9 +217,9 @@ def _pauses(measured: Measurement, name: str, unit: Unit) -> Table:
     title = f"Nothing runs on GPU {gpu.gpu}{name}, most time first"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("cause")
-    for column in ("time", "pauses in the trace", "longest"):
+    for column in ("time in one step" if measured.steps else "time", "pauses in the trace", "longest"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("before", overflow="fold")
+    table.add_column("after the longest came", overflow="fold")
     for cause, found in gpu.pauses.items():
         table.add_row(cause, unit.text(found.ms), f"{found.count:,}", *_longest(found))
     return table

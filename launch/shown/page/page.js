@@ -97,8 +97,8 @@ function drawMemory(context, frame, memory, top) {
     const left = Math.max(LEFT, frame.x(at[n])), edge = Math.floor(left) + 1;
     let needed = memory.bytes[n++]; // of all changes within a pixel, the largest counts
     while (n < at.length && frame.x(at[n]) < edge) needed = Math.max(needed, memory.bytes[n++]);
-    const right = n < at.length ? Math.min(frame.right, frame.x(at[n])) : Math.min(frame.right, frame.x(end));
-    context.fillRect(left, top + LANE * (1 - needed / most), Math.max(1, right - left), (LANE * needed) / most);
+    const x = Math.round(left), right = Math.round(Math.min(frame.right, frame.x(n < at.length ? at[n] : end)));
+    context.fillRect(x, top + LANE * (1 - needed / most), Math.max(1, right - x), (LANE * needed) / most);
   }
 }
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import cli
 from dhelix.launch.inspect import command as inspect
+from dhelix.launch.inspect import picture
 from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.tables import print_tables
@@ -155,13 +156,13 @@ def test_text_and_proto_say_the_same(dump: Dump) -> None:
 
 
 def test_picture(dump: Dump) -> None:
-    picture = inspect.inspect_dump(dump()).picture
-    assert picture.lanes == ["compute", "communication"]
-    assert sum(bar.name == "dot.1" for bar in picture.bars) == 5
-    assert {bar.key for bar in picture.bars if bar.name == "dot.1"} == {"alpha"}
-    assert {bar.key for bar in picture.bars if bar.name == "copy.1"} == {"copy"}
-    (window,) = picture.zoom
-    starts = [bar.start for bar in picture.bars if bar.name == "next"]  # the first instruction of the body
+    drawn = picture.of(inspect.inspect_dump(dump()))
+    assert drawn.lanes == ["compute", "communication"]
+    assert sum(bar.name == "dot.1" for bar in drawn.bars) == 5
+    assert {bar.key for bar in drawn.bars if bar.name == "dot.1"} == {"alpha"}
+    assert {bar.key for bar in drawn.bars if bar.name == "copy.1"} == {"copy"}
+    (window,) = drawn.zoom
+    starts = [bar.start for bar in drawn.bars if bar.name == "next"]  # the first instruction of the body
     assert window.start == pytest.approx(starts[2])  # the third of five iterations
     assert window.end == pytest.approx(starts[3])
 
@@ -308,7 +309,7 @@ def test_a_compiled_step() -> None:
     x = jnp.ones((64, 64))
     compiled = jax.jit(lambda a, b: (a + b, b @ b), donate_argnums=0).lower(x, x).compile()
     found = inspect.inspect_compiled(compiled, title="small step")
-    assert found.picture.title == "small step"
+    assert picture.of(found).title == "small step"
     assert found.collectives == () and found.hidden_share == 1.0
     assert found.hardware == "H200" and found.notes == (
         "compiled for cpu, which dhelix does not know: times are for an H200",
@@ -326,7 +327,7 @@ def test_a_dump_of_this_jax(tmp_path: Path) -> None:
     found = inspect.inspect_dump(tmp_path)
     assert found.memory is not None and found.memory.arguments == 64 * 64 * 4
     assert any("compiled for CPU" in note for note in found.notes)
-    assert not found.picture.overlaps and "nothing overlaps" in found.picture.summary
+    assert not picture.of(found).overlaps and "nothing overlaps" in picture.of(found).summary
 
 
 def _binary(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dhelix.errors import DhelixError
+from dhelix.launch.inspect import picture
 from dhelix.launch.inspect.command import inspect_dump
 from dhelix.launch.inspect.inspection import Inspection
 from dhelix.tests.machine import slowness
@@ -85,7 +86,7 @@ def inspected(text: str, folder: Path) -> Inspection:
 def test_nests_are_folded(text: str, runs: int, tmp_path: Path) -> None:
     found, alone = inspected(text, tmp_path), inspected(calls(1, 1), tmp_path)
     assert found.compute_ms >= 0.999 * runs * alone.compute_ms > 0
-    assert 0 < len(found.picture.bars) <= 200_000
+    assert 0 < len(picture.of(found).bars) <= 200_000
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import command, tables
+from dhelix.launch.inspect import command, picture, tables
 from dhelix.launch.inspect.flags import TABLES
 from dhelix.launch.inspect.inspection import inspect_module
 from dhelix.launch.inspect.reading import dumps
@@ -73,6 +73,7 @@ def outcome(file: Path) -> str:
         assert str(error) and "\n" not in str(error)
         return "refused"
     command.to_json([found])
+    picture.of(found)
     tables.print_tables([found], console=Console(file=io.StringIO(), width=144), show=TABLES)
     return "inspected"
 
