@@ -125,7 +125,7 @@ def main() -> None:
     run("inspect", arguments.dump, "inspect", str(arguments.dump))
     if not arguments.no_plan:
         out = str(arguments.out / "plan.json")
-        run("plan", arguments.dump, "plan", str(arguments.dump), "--gpu", "H200", "--out", out)
+        run("plan", arguments.dump, "plan", str(arguments.dump), "--out", out)
     many, large = arguments.out / "many.hlo", arguments.out / "large.hlo"
     for file, times in (
         (many, -(-arguments.instructions // instructions(text))),

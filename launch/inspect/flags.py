@@ -23,8 +23,8 @@ all GPUs and hosts whose files lie in the folder: what is hidden and exposed, wh
 are, who waits for whom, and why GPUs are idle."""
 
 AUTO, NONE = "auto", "none"
-TABLES = ("step", "time", "operations", "path", "collectives", "memory", "copies", "gpus", "pauses")
-"""All tables, in their order. A dump has no `gpus` and `pauses`, and a trace no `path`, `memory` and `copies`."""
+TABLES = ("step", "time", "operations", "path", "collectives", "memory", "copies", "gpus", "streams", "pauses")
+"""All tables, in their order. A dump has no `gpus`, `streams` and `pauses`, and a trace no `copies`."""
 SHOWN = ("step", "time", "collectives", "copies", "gpus", "pauses")
 """The tables that are printed by default."""
 

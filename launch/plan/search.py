@@ -109,10 +109,10 @@ class Candidate:
             operators = PlanOperators(computation, self.costs.operator_keys)
             body = wanted.get(operators.fingerprint)
             planned = {} if body is None else {(o.key, o.occurrence): o.name for o in body.operators}
-            others = operators.names(list(operators.identities))
+            others, described = operators.names(list(operators.identities)), operators.describe()
             for instruction, identity in operators.identities.items():
                 name = planned.get(identity, others[instruction])
-                found[instruction.name] = Place(instruction, name, operators.describe(), runs)
+                found[instruction.name] = Place(instruction, name, described, runs)
         return found
 
     @property

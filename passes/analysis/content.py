@@ -7,7 +7,8 @@ A step has each of its fusions once for each layer and micro-batch. Each has a c
 from the others in names alone. Whoever computes something from fusions needs to do this only once for each content.
 
 The content covers the operands' shapes, but not what computes the operands. It leaves out the metadata, so two contents
-may be equal although the instructions come from different lines of the program.
+may be equal although the instructions come from different lines of the program. The number of a collective's channel is
+a name, too. That of a message is not, because it says which send and recv belong together.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -16,6 +17,7 @@ from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.hlo.schema import InstructionProto
 
 _NAMES = ("name", "id", "operand_ids", "called_computation_ids", "control_predecessor_ids", "metadata")
+_MESSAGES = frozenset(("send", "send-done", "recv", "recv-done"))
 
 
 class Contents(dict[Instruction, Hashable]):
@@ -45,10 +47,14 @@ class Contents(dict[Instruction, Hashable]):
         own.CopyFrom(instruction.proto)
         for field in _NAMES:
             own.ClearField(field)
-        called = map(self._of_computation, instruction.called)
-        return own.SerializeToString(deterministic=True), *map(places.get, instruction.operands), *called
+        if own.channel_id and instruction.opcode not in _MESSAGES:
+            own.channel_id = 1
+        called = map(self.of_computation, instruction.called)
+        after = tuple(map(places.get, instruction.control_predecessors))
+        return own.SerializeToString(deterministic=True), after, *map(places.get, instruction.operands), *called
 
-    def _of_computation(self, computation: Computation) -> Hashable:
+    def of_computation(self, computation: Computation) -> Hashable:
+        """The content of a computation: that of its instructions, in their order."""
         if computation not in self._computations:
             places = {instruction: place for place, instruction in enumerate(computation.instructions)}
             parts = tuple(self._of(instruction, places) for instruction in computation.instructions)

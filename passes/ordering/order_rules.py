@@ -11,12 +11,13 @@ estimated peak is above the limit is never taken. If XLA's order is above the li
 found, the pass refuses. It then reports the smallest need that it found.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
+from dhelix.passes.analysis.content import Contents
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
@@ -207,7 +208,8 @@ def apply_order(
 ) -> bool:
     """Gives every computation with async collectives the order that `order` finds, if that order is better.
 
-    Callees come before their callers, so a loop's body is final when the loop itself is placed.
+    Callees come before their callers, so a loop's body is final when the loop itself is placed. Equal computations,
+    such as the loops of several stages, get equal orders, and `order` is called for the first of them.
 
     Args:
       memory_limit: bytes that the module may need, arguments included, as estimated from live ranges. None stands for
@@ -235,6 +237,7 @@ def apply_order(
     if memory_limit is None:
         memory_limit = needed + int((needed - memory.arguments) * memory_slack)
     crowded = max_in_flight is not None and any(most_in_flight(original[c], costs) > max_in_flight for c in chosen)
+    order = _once(order, costs.operator_keys.contents)
     for computation in chosen:
         memory.forget()
         allowed = memory_limit - memory.arguments - memory.beside(computation)
@@ -263,6 +266,26 @@ def apply_order(
             ("guessed overlap", setting),
         )
     return True
+
+
+def _once(order: Scheduler, contents: Contents) -> Scheduler:
+    """`order`, but a computation gets the order that was found for an equal one, if this order fits into memory."""
+    known: dict[Hashable, list[int]] = {}
+
+    def found(
+        computation: Computation, sequence: Sequence[Instruction], costs: Mapping[Instruction, Cost], limits: Limits
+    ) -> list[Instruction]:
+        place = {instruction: n for n, instruction in enumerate(computation.instructions)}
+        alike = contents.of_computation(computation), tuple(place[i] for i in sequence)
+        if alike in known:
+            repeated = [computation.instructions[n] for n in known[alike]]
+            if limits.memory.peak(computation, repeated) <= limits.bytes:
+                return repeated
+        new = order(computation, sequence, costs, limits)
+        known[alike] = [place[i] for i in new]
+        return new
+
+    return found
 
 
 def _check_memory(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dhelix.launch.inspect.answers.critical_path import OnPath
 from dhelix.launch.inspect.answers.operations import Operation, Utilization, operations, utilization
 from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.inspect.traces.collectives import (
@@ -22,16 +24,35 @@ from dhelix.launch.inspect.traces.collectives import (
     collectives_of,
     waits_of,
 )
+from dhelix.launch.inspect.traces.critical_path import measured_path
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.profiles import hardware as hardware_of
 from dhelix.profiles.hardware import Hardware
 from dhelix.runtime.profiling.traces import arrivals, disturbance, idle, trace
 from dhelix.runtime.profiling.traces.disturbance import SlowDown
+from dhelix.runtime.profiling.traces.executions import Execution
 from dhelix.runtime.profiling.traces.gpu_runs import GpuRuns
 from dhelix.runtime.profiling.traces.recording import Recording
 
 _MANY = 0.02  # fraction of compute that names no instruction, above which a note says so
+
+
+@dataclass(frozen=True)
+class MeasuredStream:
+    """The times of one CUDA stream in one step, in milliseconds.
+
+    Attributes:
+      slow_down_ms: the part of `compute_ms` that is lost because collectives run beside it.
+      communication_ms: `hidden_ms + exposed_ms`. It is hidden while any stream computes.
+    """
+
+    name: str
+    compute_ms: float
+    slow_down_ms: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,7 @@ class MeasuredGpu:
       waited_ms: time that its collectives wait for other GPUs.
       delays_ms: time that others wait while only this GPU is missing.
       pauses: the parts of `idle_ms` by their causes.
-      streams: the times of each CUDA stream.
+      path: what decided the length of one step; empty if the steps are unknown.
     """
 
     gpu: int
@@ -62,7 +83,8 @@ class MeasuredGpu:
     waited_ms: float
     delays_ms: float
     pauses: Mapping[str, idle.Pauses]
-    streams: tuple[trace.StreamTime, ...]
+    path: tuple[OnPath, ...]
+    streams: tuple[MeasuredStream, ...]
 
 
 @dataclass(frozen=True)
@@ -136,7 +158,10 @@ def measure(
     known = disturbance.alone(itertools.chain.from_iterable(computing))
     gpus = []
     for of_gpu, executions in zip(runs, computing, strict=True):
-        lost = disturbance.slow_down(executions, of_gpu.communication, known)
+        by_stream: dict[str, list[tuple[Hashable, Execution]]] = defaultdict(list)
+        for kind, run in executions:
+            by_stream[run.stream].append((kind, run))
+        lost = {s: disturbance.slow_down(runs, of_gpu.communication, known) for s, runs in by_stream.items()}
         number = of_gpu.gpu.number
         gpus.append(_gpu(of_gpu, lost, max(of_gpu.steps, 1), waited.get(number, 0.0), delays.get(number, 0.0)))
     ran = _operations(runs, program, hardware)
@@ -185,16 +210,18 @@ class _Kinds(dict[str, Hashable]):
         return found
 
 
-def _gpu(runs: GpuRuns, lost: SlowDown, steps: int, waited: float, delays: float) -> MeasuredGpu:
+def _gpu(runs: GpuRuns, lost: Mapping[str, SlowDown], steps: int, waited: float, delays: float) -> MeasuredGpu:
+    """The times of a GPU. `lost` is the slow-down on each of its streams."""
     report = trace.report(runs.gpu.name, runs.gpu.kernels)
+    whole = disturbance.together(lost.values())
     causes = idle.pauses(runs.gpu.kernels, runs.gpu.launched, [1e3 * start for start in runs.unshifted])
     return MeasuredGpu(
         gpu=runs.gpu.number,
         host=runs.gpu.host,
         step_ms=report.span_ms / steps,
         compute_ms=report.compute_ms / steps,
-        slow_down_ms=1e3 * lost.seconds / steps,
-        slow_down_known=lost.known_share,
+        slow_down_ms=1e3 * whole.seconds / steps,
+        slow_down_known=whole.known_share,
         communication_ms=report.communication_ms / steps,
         hidden_ms=report.hidden_ms / steps,
         exposed_ms=report.exposed_ms / steps,
@@ -202,9 +229,17 @@ def _gpu(runs: GpuRuns, lost: SlowDown, steps: int, waited: float, delays: float
         waited_ms=1e3 * waited / steps,
         delays_ms=1e3 * delays / steps,
         pauses={str(cause): replace(found, ms=found.ms / steps) for cause, found in causes.items()},
+        path=measured_path(runs) if runs.steps else (),
         streams=tuple(
-            replace(s, compute_ms=s.compute_ms / steps, communication_ms=s.communication_ms / steps)
-            for s in report.streams
+            MeasuredStream(
+                stream.name,
+                stream.compute_ms / steps,
+                1e3 * lost[stream.name].seconds / steps if stream.name in lost else 0.0,
+                stream.communication_ms / steps,
+                stream.hidden_ms / steps,
+                (stream.communication_ms - stream.hidden_ms) / steps,
+            )
+            for stream in report.streams
         ),
     )
 

@@ -18,24 +18,13 @@ _LONGEST = 0.2  # and at most this fraction of the step
 
 
 def of(measured: Measurement, title: str = "") -> Picture:
-    """The second step of the GPU with the longest steps, or the only one, or the whole trace if steps are unknown."""
+    """One step (`GpuRuns.step`) of the GPU with the longest steps."""
     runs = next(of_gpu for of_gpu in measured.runs if of_gpu.gpu.number == measured.slowest.gpu)
-    begin, end = _step(runs)
+    begin, end = runs.step
     bars = tuple(sorted(_bars(runs, measured.program_facts, begin, end), key=lambda bar: (bar.start, bar.end)))
     where = f"GPU {runs.gpu.number}" + (f" of {runs.gpu.host}" if len(measured.hosts) > 1 else "")
     summary = f"{where}: {headline(measured)}"
     return Picture(title or fingerprint.unmark(measured.program), summary, bars, tuple(_windows(measured, bars)))
-
-
-def _step(runs: GpuRuns) -> tuple[float, float]:
-    """When the step that is drawn begins and ends, in seconds."""
-    every = [run for executions in runs.of.values() for run in executions]
-    if not every:
-        return 0.0, 0.0
-    first, last = min(run.start for run in every), max(run.end for run in every)
-    edges = [*(runs.starts or [first]), last]
-    number = 1 if len(edges) > 2 else 0
-    return edges[number], edges[number + 1]
 
 
 def _bars(runs: GpuRuns, program: Program, begin: float, end: float) -> Iterator[Bar]:

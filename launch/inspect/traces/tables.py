@@ -90,6 +90,14 @@ def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES)
             yield _gpus(measured, name, unit, top)
         if "collectives" in show:
             yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
+        if "path" in show and measured.slowest.path:
+            path, program = measured.slowest.path, measured.program_facts
+            words = {one.instruction: program.describe(one.instruction) for one in path if one.instruction}
+            yield answers.on_critical_path(path, words, top, f" of one step on GPU {measured.slowest.gpu}{name}")
+        if "memory" in show and measured.predicted is not None:
+            yield answers.memory_at_peak(measured.predicted.answers.memory, top, f" (from the program){name}")
+        if "streams" in show:
+            yield _streams(measured, name, unit)
         if "pauses" in show:
             yield _pauses(measured, name, unit)
 
@@ -209,6 +217,18 @@ def _speed(one: MeasuredCollective) -> str:
 
 def _listed(gpus: Sequence[int]) -> str:
     return ", ".join(map(str, gpus[:4])) + (", ..." if len(gpus) > 4 else "")
+
+
+def _streams(measured: Measurement, name: str, unit: Unit) -> Table:
+    gpu = measured.slowest
+    table = Table(title=f"Streams of GPU {gpu.gpu}{name}", title_justify="left", title_style="bold")
+    table.add_column("stream", overflow="fold")
+    for column in ("compute", "lost beside collectives", "communication", "hidden", "exposed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for stream in gpu.streams:
+        times = stream.compute_ms, stream.slow_down_ms, stream.communication_ms, stream.hidden_ms, stream.exposed_ms
+        table.add_row(stream.name, *map(unit.text, times))
+    return table
 
 
 def _pauses(measured: Measurement, name: str, unit: Unit) -> Table:

@@ -45,6 +45,11 @@ class SlowDown:
         return self.known / self.overlapping if self.overlapping else 1.0
 
 
+def together(parts: Iterable[SlowDown]) -> SlowDown:
+    found = list(parts)
+    return SlowDown(*(sum(getattr(part, name) for part in found) for name in ("seconds", "overlapping", "known")))
+
+
 def alone(executions: Iterable[tuple[Hashable, Execution]]) -> dict[Hashable, float]:
     """The seconds that each kind of operator takes alone. A kind with fewer than ENOUGH such executions has none.
 

@@ -43,12 +43,14 @@ class Execution:
     Attributes:
       name: name of the instruction.
       shared: seconds of overlap with executions on other streams. If several of them overlap at once, each one counts.
+      stream: name of the CUDA stream.
     """
 
     name: str
     start: float
     end: float
     shared: float = 0.0
+    stream: str = ""
 
     @property
     def undisturbed(self) -> bool:
@@ -148,7 +150,7 @@ def of_events(events: Iterable[Event]) -> list[Execution]:
         else:
             before.append(event)
     joined = sorted((e for stream in by_stream.values() for e in stream), key=lambda e: (e.start, e.end))
-    result = [Execution(e.name, e.start, e.end) for e in joined]
+    result = [Execution(e.name, e.start, e.end, stream=e.stream) for e in joined]
     active: list[int] = []
     for number, event in enumerate(joined):
         active = [n for n in active if joined[n].end > event.start]

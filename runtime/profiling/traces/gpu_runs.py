@@ -85,6 +85,17 @@ class GpuRuns:
         return len(self.starts)
 
     @property
+    def step(self) -> tuple[float, float]:
+        """When one step begins and ends: the second one, the only one, or the whole trace if steps are unknown."""
+        every = [run for executions in self.of.values() for run in executions]
+        if not every:
+            return 0.0, 0.0
+        first, last = min(run.start for run in every), max(run.end for run in every)
+        edges = [*(self.starts or [first]), last]
+        number = 1 if len(edges) > 2 else 0
+        return edges[number], edges[number + 1]
+
+    @property
     def computing(self) -> Iterator[tuple[str, Execution]]:
         """Names of the instructions that compute, with each of their executions."""
         return ((name, run) for name, runs in self.of.items() if name not in self.collectives for run in runs)

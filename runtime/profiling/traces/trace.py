@@ -53,11 +53,16 @@ Profile = Any  # a jax.profiler.ProfileData, which type checkers do not recogniz
 
 @dataclass(frozen=True)
 class StreamTime:
-    """The times of one CUDA stream, in milliseconds."""
+    """The times of one CUDA stream, in milliseconds.
+
+    Attributes:
+      hidden_ms: the part of `communication_ms` in which any stream computes.
+    """
 
     name: str
     compute_ms: float
     communication_ms: float
+    hidden_ms: float
 
 
 @dataclass(frozen=True)
@@ -297,9 +302,11 @@ def report(device: str, kernels: Sequence[Kernel]) -> TraceReport:
             StreamTime(
                 name,
                 length(merge((k.start, k.end) for k in of if not k.is_communication)),
-                length(merge((k.start, k.end) for k in of if k.is_communication)),
+                length(spans),
+                overlap(spans, compute),
             )
             for name, of in sorted(streams.items())
+            for spans in (merge((k.start, k.end) for k in of if k.is_communication),)
         ),
         collectives=tuple(sorted(per_collective, key=lambda c: -c.total_ms)),
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
+from dhelix.launch.inspect.answers.critical_path import PAUSE
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.traces import picture
 from dhelix.launch.inspect.traces.measurement import Measurement, measure
@@ -57,6 +58,22 @@ def test_what_overlap_costs(tmp_path: Path) -> None:
     for gpu in measured(tmp_path, 0.0, 0.0).gpus:
         assert gpu.slow_down_ms == pytest.approx(0.1)
         assert gpu.slow_down_known == 1.0
+
+
+def test_streams(tmp_path: Path) -> None:
+    computing, communicating = measured(tmp_path, 0.0, 0.0).gpus[0].streams
+    assert (computing.compute_ms, computing.communication_ms) == (pytest.approx(2.9), 0.0)
+    assert computing.slow_down_ms == pytest.approx(0.1)
+    assert (communicating.hidden_ms, communicating.exposed_ms) == (pytest.approx(0.8), pytest.approx(0.3))
+
+
+def test_critical_path(tmp_path: Path) -> None:
+    """What runs beside the all-gather decides, not the all-gather; late GPUs make the others wait in it."""
+    path = measured(tmp_path / "even", 0.0, 0.0).slowest.path
+    expected = {PAUSE: 1.8, "dot.1": 1.0, "dot.2": 1.0, "dot.3": 0.9, "all-reduce.1": 0.3}
+    assert {one.instruction: one.ms for one in path} == pytest.approx(expected)
+    early = measured(tmp_path / "late", 0.0, 250.0).gpus[0].path
+    assert {one.instruction: one.ms for one in early}["all-reduce.1"] == pytest.approx(0.55)
 
 
 def test_who_arrives_last(tmp_path: Path) -> None:
