@@ -42,7 +42,7 @@ _OPERATIONS = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1
                (10, 3): 8192, (12, 0): 1024}  # fmt: skip
 _NVLINK = {7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}  # bytes per second of a link in one direction, by major capability
 _REACHED = 330 / 450  # fraction of NVLink's bandwidth that NCCL reaches, on H100
-_FIELD = re.compile(r'(\w+):\s*(?:"([^"]*)"|([^\s{}"]+))')
+_FIELD = re.compile(r'(\w+):\s*(?:"([^"\n]*)"|([^\s{}"]+))')
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ def _description(file: Path) -> str:
     for count in range(len(parts) - 1, 0, -1):
         beside = file.with_name(f"{'.'.join(parts[:count])}.gpu_target_config.pbtxt")
         if beside.is_file():
-            return beside.read_text(errors="replace")
+            text = beside.read_text(errors="replace")
+            return "".join(c if c.isprintable() or c == "\n" else " " for c in text)  # names in it are shown
     return ""
 
 

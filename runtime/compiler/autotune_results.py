@@ -16,14 +16,17 @@ Merged files have one entry per line, in sorted order. So the same dumps give th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import jax
 
 from dhelix.errors import DhelixError
 from dhelix.profiles.files import storage
@@ -79,8 +82,7 @@ def file() -> Path | None:
     profiles. The user's results override shipped results. The results of all GPUs are in one file, because XLA reads
     only the first file that a process names. Raises DhelixError as `merged` does.
     """
-    folders = (SHIPPED, storage.users_file("", "").parent)
-    found = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    found = [path for folder in (SHIPPED, _users_folder()) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     if len(found) < 2:
         return next(iter(found), None)
     text = merged(found)
@@ -89,6 +91,24 @@ def file() -> Path | None:
         if not path.exists():
             path.write_text(text, encoding="utf-8")
     return path
+
+
+def _users_folder() -> Path:
+    return storage.users_file("", "").parent
+
+
+@contextlib.contextmanager
+def blaming() -> Iterator[None]:
+    """Around a compilation: says which files to delete if XLA cannot read the results. Raises DhelixError then."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "autotune results" not in str(error):
+            raise
+        own = ", ".join(str(path) for path in sorted(_users_folder().glob(f"*{SUFFIX}"))) or "the shipped profiles"
+        raise DhelixError(
+            f"XLA cannot read the autotuner's choices of {own}: delete this file, or write it again with dhelix profile"
+        ) from None
 
 
 @functools.cache

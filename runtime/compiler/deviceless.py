@@ -133,8 +133,12 @@ def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
       lowered: result of `.lower` with arguments that are sharded over a mesh of such devices.
       options: XLA options without leading dashes, such as `xla_gpu_enable_latency_hiding_scheduler=True`. They override
         XLA_FLAGS and COMPILER_OPTIONS.
+
+    Raises:
+      DhelixError: the file with the choices is damaged.
     """
-    return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
+    with autotune_results.blaming():
+        return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
 
 
 def are_attached(devices: Sequence[Any]) -> bool:

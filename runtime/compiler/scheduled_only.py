@@ -19,7 +19,7 @@ from absl import logging
 from dhelix.errors import DhelixError
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.manager import Stage
-from dhelix.runtime.compiler import deviceless, lowering, registration
+from dhelix.runtime.compiler import autotune_results, deviceless, lowering, registration
 
 # The locks exist because two threads may schedule the same program, and each must receive its own module. There are two
 # locks because passes that run inside `at_schedule` may call `scheduled`.
@@ -88,7 +88,7 @@ def at_schedule(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> byte
             raise _BrokenOffError
 
     try:
-        with _at_schedule_lock, registration.temporary_hook(record, name):
+        with _at_schedule_lock, registration.temporary_hook(record, name), autotune_results.blaming():
             lowered.compile(dict(options))
     except jax.errors.JaxRuntimeError:
         if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from dhelix.errors import DhelixError
@@ -78,6 +79,14 @@ def test_compiles_read_what_is_shipped_and_what_the_user_measured(folder_of_the_
 def test_shipped_files_are_as_they_would_be_merged() -> None:
     for path in autotune_results.SHIPPED.glob(f"*{autotune_results.SUFFIX}"):
         assert path.read_text() == autotune_results.merged([path]), path.name
+
+
+def test_a_file_that_xla_cannot_read_is_named(folder_of_the_user: Path) -> None:
+    (mine := folder_of_the_user / f"mine{autotune_results.SUFFIX}").write_text("")
+    with pytest.raises(DhelixError, match=f"{mine}: delete this file"), autotune_results.blaming():
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Failed to parse autotune results string.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="other"), autotune_results.blaming():
+        raise jax.errors.JaxRuntimeError("other")
 
 
 def test_the_tool_merges_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

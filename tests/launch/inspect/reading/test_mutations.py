@@ -13,13 +13,15 @@ import pytest
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect import command, picture, tables
+from dhelix.launch.inspect import command, picture, tables, targets
 from dhelix.launch.inspect.flags import TABLES
 from dhelix.launch.inspect.inspection import inspect_module
 from dhelix.launch.inspect.reading import dumps
 from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.hlo import HloModule
 from dhelix.profiles.hardware import ALL
+from dhelix.runtime.compiler import autotune_results, deviceless
 from dhelix.tests.machine import slowness
 
 SMALL = 16_000  # bytes
@@ -100,6 +102,36 @@ def test_damage_does_no_harm(count: int, tmp_path: Path) -> None:
         assert time.monotonic() - start < limit, number
     assert min(ends.values()) > count // 20, "damage of both kinds is tried"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * GIB
+
+
+BESIDE = {
+    ".gpu_target_config.pbtxt": (Path(deviceless.__file__).parent / "h200.pbtxt").read_bytes(),
+    ".sm_9.0_gpu_after_optimizations-buffer-assignment.txt": b"""BufferAssignment:
+allocation 0: size 134217728, parameter 0, shape |f32[1024,8]| at ShapeIndex {0}, maybe-live-out:
+ value: <1 a @0> (size=1,offset=0): f32[2]
+allocation 1: size 99, preallocated-temp:
+Used values:
+""",
+    ".autotune.pbtxt": b"\n".join(
+        (autotune_results.SHIPPED / f"h200{autotune_results.SUFFIX}").read_bytes().split(b"\n")[:20]
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", BESIDE)
+def test_damage_of_other_files_does_no_harm(ending: str, tmp_path: Path) -> None:
+    """Each is read, or refused in one line."""
+    chance, file = random.Random(7), tmp_path / f"module_0001.jit{ending}"
+    dump = tmp_path / "module_0001.jit.sm_9.0_gpu_after_optimizations.txt"
+    module = HloModule.from_text("HloModule m, is_scheduled=true\n\nENTRY e { ROOT a = f32[2] parameter(0) }\n")
+    for _ in range(300):
+        file.write_bytes(damaged(BESIDE[ending], chance))
+        try:
+            targets.choose(dump, module, None)
+            dumps.read_memory(dump)
+            autotune_results.merged(tmp_path.glob(f"*{autotune_results.SUFFIX}"))
+        except DhelixError as error:
+            assert str(error).isprintable()
 
 
 def test_undamaged_texts_are_inspected() -> None:
