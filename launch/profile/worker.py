@@ -15,6 +15,7 @@ In a job of several workers, all know what any of them has in its file, and at t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -94,7 +95,8 @@ def main(path: str) -> None:
     """Runs the request in the file `path` and reports the end on stdout. Exits with status 1 after an error."""
     request = Request.from_json(Path(path).read_text())
     try:
-        run(request)
+        with dumps.blaming(Path(request.module)) if request.module else contextlib.nullcontext():
+            run(request)
         tell(finished=True)
     except DhelixError as error:
         tell(error=" ".join(str(error).split()))

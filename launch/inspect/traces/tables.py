@@ -15,6 +15,7 @@ from dhelix.launch.inspect.tables import both_sides, outcome, under_text
 from dhelix.launch.inspect.traces.collectives import MeasuredCollective, median_speed
 from dhelix.launch.inspect.traces.measurement import MeasuredGpu, Measurement
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
+from dhelix.passes.framework.gain import Gain
 from dhelix.runtime.profiling.traces.idle import Pauses
 
 _ROWS = (
@@ -61,14 +62,25 @@ def comparison(found: Sequence[Measurement]) -> str:
     before, after = (measured.mean("step_ms") for measured in found)
     unit = time_unit([before, after])
     if not all(measured.steps for measured in found):
-        fair = "not a fair comparison: the number of steps is unknown"
-        return f"A step takes {after / before:.2f} x the time of the first trace ({fair})."
+        return f"The traces do not compare: the number of steps is unknown. One lasts {after / before:.2f} x the other."
     changes = {
         words: found[1].mean(field) - found[0].mean(field) for words, field in (("compute", "compute_ms"), *_REST)
     }
     words, change = max(changes.items(), key=lambda item: abs(item[1]))
     why = f"{words} changed most, by {'+' if change > 0 else ''}{unit.text(change)}"
-    return f"A step takes {unit.text(after)}, {after / before:.2f} x the time of the first trace; {why}."
+    unfair = f" Not a fair comparison: {reason}." if (reason := _unequal(*found)) else ""
+    return f"A step takes {unit.text(after)}, {after / before:.2f} x the time of the first trace; {why}.{unfair}"
+
+
+def _unequal(one: Measurement, other: Measurement) -> str:
+    """Why the steps of two traces are not equal work on equal machines; "" if nothing shows this."""
+    if len(one.gpus) != len(other.gpus):
+        return f"{len(one.gpus)} and {len(other.gpus)} GPUs were recorded"
+    if one.predicted is None or other.predicted is None:
+        return ""
+    if one.predicted.hardware != other.predicted.hardware:
+        return f"the first ran on {one.predicted.hardware}s, the second on {other.predicted.hardware}s"
+    return Gain(one.predicted.parts, other.predicted.parts).unequal()
 
 
 def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES) -> Iterator[Table | str]:

@@ -48,6 +48,19 @@ def test_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Collectives of trace 2" in out
 
 
+def test_unequal_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two, four = (simulated_job.record(tmp_path / str(n), (0.0,) * n) for n in (2, 4))
+    assert dhelix_inspect(two, "--compare", four) == 0
+    assert "Not a fair comparison: 2 and 4 GPUs were recorded." in capsys.readouterr().out
+
+
+def test_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_inspect(simulated_job.record(tmp_path, (0.0, 250.0)), "--show=all") == 0
+    out = capsys.readouterr().out
+    for title in ("Critical path of one step on GPU 0", "Memory (from the program) at its peak", "Streams of GPU 0"):
+        assert title in out
+
+
 def _cpu_only(folder: Path) -> str:
     simulated_job.record(folder, ())
     return "holds no GPU; record the trace on GPUs"
