@@ -1,10 +1,11 @@
 """Times `dhelix inspect` and `dhelix plan` on large dumps.
 
-    python benchmarks/programs/inspect_speed.py step.hlo --out FOLDER               # the scheduled HLO of a train step
-    python benchmarks/programs/inspect_speed.py step.hlo --out FOLDER --profile     # where the time goes
+    python benchmarks/programs/inspect_speed.py --out FOLDER               # no GPU; --dump takes another step
+    python benchmarks/programs/inspect_speed.py --out FOLDER --profile     # where the time goes, for pstats
 
-The step is repeated until the dump has 100,000 instructions, and until it has 50 MB. A repetition takes the state that
-the one before returns. Each time is that of a whole process on one core, with the peak of its memory.
+The step is one of two strands with 3,902 instructions. It is repeated until the dump has 10,505 or 100,000
+instructions, or 50 MB. A repetition takes the state that the one before returns. Each time is that of a whole process
+on one core, after a first call that fills Python's caches, with the peak of its memory.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-CORE = 0
+from dhelix.launch.inspect.reading import dumps
+
+STEP = Path(__file__).parents[2] / "tests/testdata/segment_times/strands_dp.hlo.pb.gz"
 NAME = re.compile(r"%[\w.\-]+")
 
 
@@ -82,61 +84,58 @@ def repeated(text: str, times: int) -> Iterator[str]:
 
 
 def timed(command: list[str], profile: Path | None) -> dict[str, float]:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start = time.perf_counter()
     python = [sys.executable, *(["-m", "cProfile", "-o", str(profile)] if profile else []), "-m", "dhelix", *command]
-    pinned = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(pinned)[CORE]})
-    done = subprocess.run(python, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    os.sched_setaffinity(0, pinned)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-2000:], flush=True)
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        python,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        preexec_fn=lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    )
+    _, status, used = os.wait4(process.pid, 0)
     return {
         "seconds": time.perf_counter() - start,
-        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "peak_mib": after.ru_maxrss / 1024,
-        "status": done.returncode,
+        "of the processor": used.ru_utime + used.ru_stime,
+        "peak MiB": used.ru_maxrss / 1024,
+        "status": os.waitstatus_to_exitcode(status),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dump", type=Path)
-    parser.add_argument("--instructions", type=int, default=100_000)
-    parser.add_argument("--megabytes", type=float, default=50.0)
+    parser.add_argument("--dump", type=Path, default=STEP)
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--no_plan", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    text = arguments.dump.read_text()
-    results = []
-
-    def run(name: str, file: Path, *command: str) -> None:
-        profile = arguments.out / f"{name.replace(' ', '_')}.prof" if arguments.profile else None
-        size = file.read_text()
-        result = {"what": name, "instructions": instructions(size), "megabytes": len(size) / 1e6}
-        result |= timed([*command], profile)
-        print(json.dumps(result), flush=True)
-        results.append(result)
-        (arguments.out / "inspect_speed.json").write_text(json.dumps(results, indent=1))
-
-    run("inspect", arguments.dump, "inspect", str(arguments.dump))
-    if not arguments.no_plan:
-        out = str(arguments.out / "plan.json")
-        run("plan", arguments.dump, "plan", str(arguments.dump), "--out", out)
-    many, large = arguments.out / "many.hlo", arguments.out / "large.hlo"
+    text = dumps.read_file(arguments.dump).module.to_text()
+    step, plan, many, large = (arguments.out / f"{name}.hlo" for name in ("step", "plan", "many", "large"))
     for file, times in (
-        (many, -(-arguments.instructions // instructions(text))),
-        (large, -(-int(arguments.megabytes * 1e6) // len(text))),
+        (step, 1),
+        (plan, -(-10_505 // instructions(text))),
+        (many, -(-100_000 // instructions(text))),
+        (large, -(-50_000_000 // len(text))),
     ):
         file.write_text("\n".join(repeated(text, times)) + "\n")
-    run("inspect many", many, "inspect", str(many))
-    run("inspect large", large, "inspect", str(large))
-    page = arguments.out / "many.html"
-    run("page of many", many, "inspect", str(many), "--html", str(page))
-    for file in (many, large, page):
+    timed(["inspect", str(step)], None)
+    page, planned = arguments.out / "page.html", arguments.out / "plan.json"
+    results = []
+    for name, file, command in (
+        ("inspect", step, ["inspect"]),
+        ("inspect", many, ["inspect"]),
+        ("inspect", large, ["inspect"]),
+        ("inspect --html", many, ["inspect", "--html", str(page)]),
+        ("plan, six settings", plan, ["plan", "--out", str(planned)]),
+        ("plan, one setting", many, ["plan", "--settings=default", "--out", str(planned)]),
+    ):
+        profile = arguments.out / f"{len(results)}.prof" if arguments.profile else None
+        made = file.read_text()
+        result: dict[str, float | str] = {"command": name, "instructions": instructions(made), "MB": len(made) / 1e6}
+        result |= timed([command[0], str(file), *command[1:]], profile)
+        print(json.dumps(result), flush=True)
+        results.append(result)
+        (arguments.out / "inspect_speed.json").write_text(json.dumps(results, indent=1) + "\n")
+    for file in (step, plan, many, large, page, planned):
         file.unlink(missing_ok=True)
 
 

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 
 STEPS = 5  # traced
+TICKS = 10_000  # for each millisecond
+BESIDE, ENOUGH, PAUSE_MS = 0.05, 3, 0.02  # as `inspect` defines what runs beside communication, is known, is one run
 COLLECTIVE = re.compile(r"^(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)")
 GRAPH = re.compile("command_buffer|$")
 FIELDS = ("step_ms", "compute_ms", "communication_ms", "hidden_ms", "exposed_ms", "idle_ms", "slow_down_ms")
@@ -150,48 +152,51 @@ def counted(found: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def slowed_down(gpus: dict[int, list[dict[str, Any]]], kind: dict[str, str]) -> dict[int, float]:
-    """Milliseconds that operators beside communication take longer than equal ones alone."""
-    alone, beside = defaultdict(list), defaultdict(list)
+    """Milliseconds that operators beside communication take longer than equal ones alone, by counting ticks."""
+    alone: dict[str, list[float]] = defaultdict(list)
+    beside: dict[tuple[int, str], list[float]] = defaultdict(list)
     for gpu, found in gpus.items():
         begin = min(e["start"] for e in found if e["module"])
-        grid = lambda ms, begin=begin: round((ms - begin) * 1e4)  # tenths of a microsecond  # noqa: E731
-        length = max(grid(e["end"]) for e in found) + 1
-        busy = {e["stream"]: None for e in found}
-        for stream in busy:
-            busy[stream] = np.zeros(length, np.int8)
-            for e in found:
-                if e["stream"] == stream and e["start"] >= begin:
-                    busy[stream][grid(e["start"]) : grid(e["end"])] = 1
-        talking = np.zeros(length, bool)
-        for e in found:
-            if e["talks"] and e["start"] >= begin:
-                talking[grid(e["start"]) : grid(e["end"])] = True
-        everywhere = sum(column.astype(np.int16) for column in busy.values())
-        runs: list[dict[str, Any]] = []  # kernels of one instruction that follow each other closely are one run
-        last: dict[Any, dict[str, Any]] = {}
-        for e in sorted((e for e in found if e["start"] >= begin), key=lambda e: e["start"]):
-            run = last.get(e["stream"])
-            if run and run["name"] == e["name"] and e["start"] - run["end"] < 0.02:
-                run["end"] = e["end"]
-            else:
-                last[e["stream"]] = run = dict(e)
-                runs.append(run)
-        for run in runs:
-            name, start, end, stream = (run[field] for field in ("name", "start", "end", "stream"))
+        inside = [e for e in found if e["start"] >= begin]
+        ticks = round((max(e["end"] for e in inside) - begin) * TICKS) + 1
+        busy = {stream: np.zeros(ticks, np.int16) for stream in {e["stream"] for e in inside}}
+        talking = np.zeros(ticks, np.int16)
+        for e in inside:
+            busy[e["stream"]][_ticks(e, begin)] = 1
+            talking[_ticks(e, begin)] |= e["talks"]
+        everywhere = np.sum(list(busy.values()), axis=0)
+        for run in _runs(inside):
+            at, name = _ticks(run, begin), run["name"]
             if run["talks"] or GRAPH.match(name):
                 continue
-            at = slice(grid(start), grid(end))
-            others = (everywhere[at] - busy[stream][at]).sum() / 1e4
-            which = kind.get(name, name)
-            if others <= 0.05 * (end - start):
-                alone[which].append(end - start)
-            if talking[at].sum() / 1e4 > 0.05 * (end - start):
-                beside[gpu, which].append(end - start)
+            took = run["end"] - run["start"]
+            if (everywhere[at] - busy[run["stream"]][at]).sum() <= BESIDE * took * TICKS:
+                alone[kind.get(name, name)].append(took)
+            if talking[at].sum() > BESIDE * took * TICKS:
+                beside[gpu, kind.get(name, name)].append(took)
     lost: dict[int, float] = defaultdict(float)
     for (gpu, which), times in beside.items():
-        if len(alone[which]) >= 3:
+        if len(alone[which]) >= ENOUGH:
             lost[gpu] += sum(times) - len(times) * statistics.median(alone[which])
     return {gpu: ms / STEPS for gpu, ms in lost.items()}
+
+
+def _ticks(event: dict[str, Any], begin: float) -> slice:
+    return slice(round((event["start"] - begin) * TICKS), round((event["end"] - begin) * TICKS))
+
+
+def _runs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels of one instruction that follow each other closely on a stream are one run."""
+    runs: list[dict[str, Any]] = []
+    last: dict[str, dict[str, Any]] = {}
+    for event in sorted(events, key=lambda e: e["start"]):
+        run = last.get(event["stream"])
+        if run and run["name"] == event["name"] and event["start"] - run["end"] < PAUSE_MS:
+            run["end"] = event["end"]
+        else:
+            last[event["stream"]] = dict(event)
+            runs.append(last[event["stream"]])
+    return runs
 
 
 def check(arguments: argparse.Namespace) -> int:
