@@ -166,7 +166,7 @@ def slowed_down(gpus: dict[int, list[dict[str, Any]]], kind: dict[str, str]) -> 
             talking[_ticks(e, begin)] |= e["talks"]
         everywhere = np.sum(list(busy.values()), axis=0)
         for run in _runs(inside):
-            at, name = _ticks(run, begin), run["name"]
+            at, name = _ticks(run, begin), str(run["name"])
             if run["talks"] or GRAPH.match(name):
                 continue
             took = run["end"] - run["start"]

@@ -22,7 +22,7 @@ from rich.table import Table
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import NO_EFFECT
 from dhelix.launch.inspect import picture, tables, targets
-from dhelix.launch.inspect.flags import NONE, TABLES
+from dhelix.launch.inspect.flags import NONE, ONLY_DUMPS, ONLY_TRACES, TABLES
 from dhelix.launch.inspect.inspection import Inspection, inspect_module
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.times import costs_for, named
@@ -61,7 +61,13 @@ def run(values: flags.FlagValues, arguments: list[str]) -> None:
     show = TABLES if "all" in values.show else values.show
     if values.headline and not (values.png or values.html):
         raise DhelixError("--headline is printed in the picture; add --png FILE or --html FILE")
-    if any(map(recording.is_trace, paths)):
+    are_traces = any(map(recording.is_trace, paths))
+    lacking = set(values.show).intersection(ONLY_DUMPS if are_traces else ONLY_TRACES)
+    if lacking and values["show"].present:
+        kinds = ("trace", ONLY_DUMPS) if are_traces else ("dump", ONLY_TRACES)
+        has = ", ".join(table for table in TABLES if table not in kinds[1])
+        raise DhelixError(f"a {kinds[0]} has no table {min(lacking)}: give one of {has}, or all, with --show")
+    if are_traces:
         traces.run(values, paths, titles, show)
     else:
         _inspect_dumps(values, paths, titles, show)

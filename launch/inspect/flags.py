@@ -24,7 +24,9 @@ are, who waits for whom, and why GPUs are idle."""
 
 AUTO, NONE = "auto", "none"
 TABLES = ("step", "time", "operations", "path", "collectives", "memory", "copies", "gpus", "streams", "pauses")
-"""All tables, in their order. A dump has no `gpus`, `streams` and `pauses`, and a trace no `copies`."""
+"""All tables, in their order."""
+ONLY_TRACES, ONLY_DUMPS = ("gpus", "streams", "pauses"), ("copies",)
+"""Tables that only traces have, and tables that only dumps have."""
 SHOWN = ("step", "time", "collectives", "copies", "gpus", "pauses")
 """The tables that are printed by default."""
 
@@ -64,6 +66,11 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("titles", [], "titles in the picture, one for each dump", flag_values=values)
     flags.DEFINE_string("headline", "", "headline of the picture or the page", flag_values=values)
     flags.DEFINE_multi_enum(
-        "show", list(SHOWN), ["all", *TABLES], "tables to print; repeat the flag for several", flag_values=values
+        "show",
+        list(SHOWN),
+        ["all", *TABLES],
+        f"tables to print; repeat the flag for several; only traces have {', '.join(ONLY_TRACES)}, only dumps "
+        f"{', '.join(ONLY_DUMPS)}",
+        flag_values=values,
     )
     flags.DEFINE_integer("top", 12, "largest number of rows in a table", lower_bound=1, flag_values=values)

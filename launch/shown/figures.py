@@ -73,6 +73,8 @@ def save(
       DhelixError: the file cannot be written.
     """
     try:
+        if Path(path).is_dir():
+            raise IsADirectoryError("it is a folder")
         figure.savefig(path, metadata=dict(metadata))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -118,13 +118,12 @@ class Gain:
         return f"where the time goes: {', '.join(f'{_CAUSES[name]} {told[name]}' for name in shown)}"
 
     def unequal(self) -> str:
-        """A warning if the two steps' FLOPs differ by more than 1 % (`_SAME_WORK`).
-
-        "" if they do not, or if the FLOPs are unknown.
-        """
+        """A warning if the two steps' FLOPs differ by more than 1 % (`_SAME_WORK`); "" if they do not."""
         before, after = self.before.flops, self.after.flops
-        if not before or not after or abs(after / before - 1.0) <= _SAME_WORK:
+        if abs(after - before) <= _SAME_WORK * before:
             return ""
+        if not before or not after:
+            return "only one of the two steps multiplies matrices, so their times are not comparable"
         return (
             f"the second step computes {after / before:.2f} x as much as the first ({before:.3g} and {after:.3g}"
             " floating point operations), so their times are not comparable"

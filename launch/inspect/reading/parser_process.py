@@ -30,7 +30,7 @@ from dhelix.passes import jax_compat
 
 GIB = 2**30
 _MEMORY_PER_BYTE = 100  # a module takes some 20 bytes for each byte of text; the limit is a number of GiB
-_SECONDS, _SECONDS_PER_BYTE = 20.0, 2e-6  # XLA reads some 10 MB per second
+_SECONDS, _SECONDS_PER_BYTE = 60.0, 2e-6  # XLA reads some 10 MB per second
 _REQUEST = struct.Struct("<BQ")  # whether a proto follows, and its length
 _ANSWER = struct.Struct("<BQ")  # status, and length
 _CHUNK = 2**16

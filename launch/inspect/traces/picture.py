@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dhelix.launch.inspect.tables import outcome
 from dhelix.launch.inspect.traces.collectives import UNNAMED, Program
 from dhelix.launch.inspect.traces.measurement import Measurement
-from dhelix.launch.inspect.traces.tables import headline
 from dhelix.launch.shown.figures import SHORT
 from dhelix.launch.shown.instruction_words import part_of
 from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
@@ -23,7 +23,8 @@ def of(measured: Measurement, title: str = "") -> Picture:
     begin, end = runs.step
     bars = tuple(sorted(_bars(runs, measured.program_facts, begin, end), key=lambda bar: (bar.start, bar.end)))
     where = f"GPU {runs.gpu.number}" + (f" of {runs.gpu.host}" if len(measured.hosts) > 1 else "")
-    summary = f"{where}: {headline(measured)}"
+    gpu, begins = measured.slowest, "a step takes" if measured.steps else "the trace lasts"
+    summary = f"{where}: {outcome(begins, 'measured', gpu.step_ms, gpu.communication_ms, gpu.hidden_ms)}"
     return Picture(title or fingerprint.unmark(measured.program), summary, bars, tuple(_windows(measured, bars)))
 
 

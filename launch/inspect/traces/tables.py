@@ -98,14 +98,15 @@ def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES)
             yield answers.time_by_category(measured.operations, rest, step_ms, measured.utilization, name)
         if "operations" in show and measured.operations:
             yield answers.operations(measured.operations, step_ms, top, name)
-        if "gpus" in show and len(measured.gpus) > 1:
+        if "gpus" in show and len(measured.gpus) > 1 and measured.collectives:
             yield _gpus(measured, name, unit, top)
         if "collectives" in show:
             yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
         if "path" in show and measured.slowest.path:
             path, program = measured.slowest.path, measured.program_facts
             words = {one.instruction: program.describe(one.instruction) for one in path if one.instruction}
-            yield answers.on_critical_path(path, words, top, f" of one step on GPU {measured.slowest.gpu}{name}")
+            of = f" of a step of {unit.text(sum(one.ms for one in path))} on GPU {measured.slowest.gpu}{name}"
+            yield answers.on_critical_path(path, words, top, of)
         if "memory" in show and measured.predicted is not None:
             yield answers.memory_at_peak(measured.predicted.answers.memory, top, f" (from the program){name}")
         if "streams" in show:
@@ -121,7 +122,8 @@ def headline(measured: Measurement) -> str:
     words, unit = outcome(begin, "measured", step_ms, communication_ms, hidden_ms), time_unit([step_ms])
     last = max(measured.gpus, key=lambda gpu: gpu.delays_ms)
     if last.delays_ms > 0.01 * step_ms:
-        words += f" GPU {last.gpu} of {last.host} arrives last: others wait {unit.text(last.delays_ms)} for it alone."
+        waits = unit.text(last.delays_ms)
+        words += f" GPU {last.gpu} of {last.host} arrives last: others together wait {waits} for it alone."
     return words
 
 
@@ -149,6 +151,9 @@ def _steps(found: Sequence[Measurement]) -> Table:
     for words, field in _ROWS:
         means = [measured.mean(field) for measured in found]
         shown = [unit.text(mean) for mean in means]
+        if field == "slow_down_ms" and not any(gpu.slow_down_known for one in found for gpu in one.gpus):
+            table.add_row(words, *(["?"] * (len(table.columns) - 1)))
+            continue
         if len(found) == 2:
             shown.append(f"{means[1] / means[0]:.2f} x" if unit.text(means[0]) != unit.text(0.0) else "")
         else:

@@ -115,7 +115,7 @@ def load(path: str | Path, program: str | None = None) -> Recording:
     elif module is None:
         notes.append(
             f"the trace does not hold the program {program}: names of instructions tell which communicate, and sizes, "
-            "groups and steps are unknown"
+            "groups, steps, operations and memory are unknown"
         )
     elif len({tuple(i.name for c in m.computations for i in c.instructions) for m in modules}) > 1:
         notes.append(f"the trace holds several programs named {program}: the first one is taken")

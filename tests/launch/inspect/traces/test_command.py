@@ -21,7 +21,7 @@ def test_tables_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert "jit_step, 4 steps on 2 GPUs" in out
     assert "A step takes 4.6 ms, measured." in out
-    assert "GPU 1 of node-0 arrives last: others wait 0.5 ms for it alone." in out
+    assert "GPU 1 of node-0 arrives last: others together wait 0.5 ms for it alone." in out
     for title in ("One step, mean of the GPUs", "GPUs, those that", "Collectives, most exposed first", "Nothing runs"):
         assert title in out
     assert "all-gather-start.1" in out
@@ -57,8 +57,17 @@ def test_unequal_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_inspect(simulated_job.record(tmp_path, (0.0, 250.0)), "--show=all") == 0
     out = capsys.readouterr().out
-    for title in ("Critical path of one step on GPU 0", "Memory (from the program) at its peak", "Streams of GPU 0"):
+    for title in (
+        "Critical path of a step of 5.0 ms on GPU 0",
+        "Memory (from the program) at its peak",
+        "Streams of GPU 0",
+    ):
         assert title in out
+
+
+def test_a_table_that_traces_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_inspect(simulated_job.record(tmp_path, (0.0,)), "--show=copies") == 1
+    assert "a trace has no table copies: give one of step, time" in capsys.readouterr().err
 
 
 def _cpu_only(folder: Path) -> str:
