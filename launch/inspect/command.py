@@ -62,11 +62,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> None:
     if values.headline and not (values.png or values.html):
         raise DhelixError("--headline is printed in the picture; add --png FILE or --html FILE")
     are_traces = any(map(recording.is_trace, paths))
-    lacking = set(values.show).intersection(ONLY_DUMPS if are_traces else ONLY_TRACES)
-    if lacking and values["show"].present:
-        kinds = ("trace", ONLY_DUMPS) if are_traces else ("dump", ONLY_TRACES)
-        has = ", ".join(table for table in TABLES if table not in kinds[1])
-        raise DhelixError(f"a {kinds[0]} has no table {min(lacking)}: give one of {has}, or all, with --show")
+    kind, lacks = ("trace", ONLY_DUMPS) if are_traces else ("dump", ONLY_TRACES)
+    if values["show"].present and (wanted := set(values.show).intersection(lacks)):
+        has = ", ".join(table for table in TABLES if table not in lacks)
+        raise DhelixError(f"a {kind} has no table {min(wanted)}: give one of {has}, or all, with --show")
     if are_traces:
         traces.run(values, paths, titles, show)
     else:

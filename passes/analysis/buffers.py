@@ -39,12 +39,13 @@ class Buffers:
     """The numbered buffers of one computation. `is_body` says whether the computation is the body of a `while`.
 
     Attributes:
+      is_body: whether the computation is the body of a loop.
       pinned: buffers of parameters and constants. They live all the time, whatever the order.
       live_out: buffers of the result.
     """
 
     def __init__(self, computation: Computation, is_body: bool = False) -> None:
-        self.computation = computation
+        self.computation, self.is_body = computation, is_body
         self._parent: list[int] = []
         self._size: list[int] = []
         self._leaves: dict[Instruction, list[int]] = {}

@@ -123,7 +123,7 @@ class Gain:
         if abs(after - before) <= _SAME_WORK * before:
             return ""
         if not before or not after:
-            return "only one of the two steps multiplies matrices, so their times are not comparable"
+            return "floating point operations are known of only one of the two steps, so their times are not comparable"
         return (
             f"the second step computes {after / before:.2f} x as much as the first ({before:.3g} and {after:.3g}"
             " floating point operations), so their times are not comparable"

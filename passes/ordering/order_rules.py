@@ -269,14 +269,18 @@ def apply_order(
 
 
 def _once(order: Scheduler, contents: Contents) -> Scheduler:
-    """`order`, but a computation gets the order that was found for an equal one, if this order fits into memory."""
-    known: dict[Hashable, list[int]] = {}
+    """`order`, but a computation gets the order that was found for an equal one, if this order fits into memory.
+
+    The body of a loop is not equal to another computation, because its back edge makes buffers shared.
+    """
+    known: dict[Hashable, list[int]] = {}  # places of a computation's instructions
 
     def found(
         computation: Computation, sequence: Sequence[Instruction], costs: Mapping[Instruction, Cost], limits: Limits
     ) -> list[Instruction]:
         place = {instruction: n for n, instruction in enumerate(computation.instructions)}
-        alike = contents.of_computation(computation), tuple(place[i] for i in sequence)
+        is_body = limits.memory.buffers[computation].is_body
+        alike = contents.of_computation(computation), is_body, tuple(place[i] for i in sequence)
         if alike in known:
             repeated = [computation.instructions[n] for n in known[alike]]
             if limits.memory.peak(computation, repeated) <= limits.bytes:

@@ -258,9 +258,7 @@ def _parsed(file: Path, text: str) -> tuple[repairs.Repaired, list[str]]:
     try:
         return repairs.read(chosen.text), notes
     except ParserStopped as error:
-        raise DhelixError(
-            f"{file} is not a valid module: XLA's parser rejects it ({error}); {_instead(file)}"
-        ) from None
+        raise DhelixError(f"{file} is no module that XLA's parser reads ({error}); {_instead(file)}") from None
     except DhelixError as error:
         raise DhelixError(f"{file} {_why_unreadable(str(error), chosen.line)}; {_instead(file)}") from None
 

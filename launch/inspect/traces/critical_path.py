@@ -1,8 +1,8 @@
 """The critical path of a measured step: which instructions decided its length on one GPU.
 
 The path is followed as that of an estimated step (`answers/critical_path.py`), from the end of the step to its start. A
-trace does not say what an instruction waited for. So it counts as not having waited if it began at most PAUSE after the
-one before it on its stream. Otherwise, it waited for what ended last before it began.
+trace does not say what an instruction waited for. So what computes counts as not having waited if it began at most
+PAUSE after what computed before it. Otherwise, it waited for what ended last before it began.
 
 A collective that waits for another GPU is on the path with this waiting.
 """

@@ -161,7 +161,7 @@ def measure(
         by_stream: dict[str, list[tuple[Hashable, Execution]]] = defaultdict(list)
         for kind, run in executions:
             by_stream[run.stream].append((kind, run))
-        lost = {s: disturbance.slow_down(runs, of_gpu.communication, known) for s, runs in by_stream.items()}
+        lost = {name: disturbance.slow_down(on, of_gpu.communication, known) for name, on in by_stream.items()}
         number = of_gpu.gpu.number
         gpus.append(_gpu(of_gpu, lost, max(of_gpu.steps, 1), waited.get(number, 0.0), delays.get(number, 0.0)))
     ran = _operations(runs, program, hardware)

@@ -62,7 +62,8 @@ def comparison(found: Sequence[Measurement]) -> str:
     before, after = (measured.mean("step_ms") for measured in found)
     unit = time_unit([before, after])
     if not all(measured.steps for measured in found):
-        return f"The traces do not compare: the number of steps is unknown. One lasts {after / before:.2f} x the other."
+        lasts = f"The second trace lasts {after / before:.2f} x as long as the first"
+        return f"{lasts}. The numbers of steps are unknown, so steps do not compare."
     changes = {
         words: found[1].mean(field) - found[0].mean(field) for words, field in (("compute", "compute_ms"), *_REST)
     }
@@ -98,7 +99,7 @@ def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES)
             yield answers.time_by_category(measured.operations, rest, step_ms, measured.utilization, name)
         if "operations" in show and measured.operations:
             yield answers.operations(measured.operations, step_ms, top, name)
-        if "gpus" in show and len(measured.gpus) > 1 and measured.collectives:
+        if "gpus" in show and len(measured.gpus) > 1:
             yield _gpus(measured, name, unit, top)
         if "collectives" in show:
             yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
@@ -174,7 +175,7 @@ def _predicted(predicted: Inspection, field: str, unit: Unit) -> str:
 
 
 def _gpus(measured: Measurement, name: str, unit: Unit, top: int) -> Table:
-    title = f"GPUs{name}, those that others wait for first"
+    title = f"GPUs{name}" + (", those that others wait for first" if measured.collectives else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("GPU", "host"):
         table.add_column(column, overflow="fold")

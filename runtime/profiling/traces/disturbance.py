@@ -46,6 +46,7 @@ class SlowDown:
 
 
 def together(parts: Iterable[SlowDown]) -> SlowDown:
+    """The slow-down on several streams of one GPU."""
     found = list(parts)
     return SlowDown(*(sum(getattr(part, name) for part in found) for name in ("seconds", "overlapping", "known")))
 
