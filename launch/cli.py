@@ -49,6 +49,7 @@ COMMANDS = {
     "plan": Command("plan without a GPU which operators of the two strands run together", needs_device=False),
     "fold": Command("show the layout and schedule of a pipeline, and what they cost", needs_device=False),
     "shard": Command("choose over how many GPUs model states are sharded", False, "--live"),
+    "simulate": Command("simulate a step on a cluster that need not exist: time, memory, what limits it", False),
     "tune": Command("tune how NCCL runs each collective of a train step, on this machine's GPUs"),
     "flags": Command("environment variables and flags for a job, and what is wrong with those it has", False),
     "inspect": Command(

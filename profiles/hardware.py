@@ -28,6 +28,8 @@ class Hardware:
       inter_bandwidth: bus bandwidth per GPU that a collective reaches across nodes. A group with k GPUs on each node
         uses k network cards on each node.
       intra_latency, inter_latency: start-up time of a collective inside a node and across nodes.
+      nodes_per_leaf: number of nodes under one leaf switch; 0 if all nodes are under one.
+      oversubscription: how many times more bandwidth a leaf switch has to its nodes than to its spines.
       host_bandwidth: bandwidth of copies between device memory and pinned host memory, in each direction.
       gpus_per_node: number n of GPUs in a node. Devices 0 .. n-1 are node 0, devices n .. 2n-1 are node 1, and so on.
       compute_rate: speed of compute while a collective runs; 1 is the speed without a collective.
@@ -59,6 +61,8 @@ class Hardware:
     inter_communication_rate: float = 0.95
     sms: int = 132
     like: str = ""
+    nodes_per_leaf: int = 0
+    oversubscription: float = 1.0
     host_bandwidth: float = 55e9  # PCIe 5.0 x16: 63 GB/s, minus the overhead of packets
 
     def rates(self, between_nodes: bool) -> tuple[float, float]:

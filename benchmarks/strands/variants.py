@@ -15,7 +15,6 @@ from typing import Any
 
 from dhelix.benchmarks.strands.no_communication import NoCommunication
 from dhelix.benchmarks.strands.pinned_weight_gradients import PinnedWeightGradients
-from dhelix.benchmarks.strands.round_robin import RoundRobin
 from dhelix.errors import DhelixError
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.communication.gradient_reduction import GradientReduction
@@ -26,6 +25,7 @@ from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.sharding.states.parameter_gathering import ParameterGathering
+from dhelix.passes.simulation.round_robin import RoundRobin
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe

@@ -52,7 +52,8 @@ def collective_seconds(kind: str, size: float, group: int, nodes: int, hardware:
     """Time of a collective that runs alone.
 
     A group with k devices on each node uses k network cards per node at once. But it is not faster than the links
-    inside a node.
+    inside a node. An all-to-all sends to all nodes alike, so much of it crosses the spines, which may be
+    oversubscribed. Rings and trees go from leaf to leaf, so they cross the spines a few times only.
 
     Args:
       kind, size, group: as in `wire_bytes`.
@@ -61,9 +62,21 @@ def collective_seconds(kind: str, size: float, group: int, nodes: int, hardware:
     steps = 1 if kind in ("collective-permute", "collective-broadcast") else max(group - 1, 1)
     if nodes > 1:
         per_node = max(group // nodes, 1)
-        bandwidth = min(hardware.intra_bandwidth, hardware.inter_bandwidth * per_node)
+        network = hardware.inter_bandwidth * per_node / (_crowding(nodes, hardware) if kind in _TO_ALL else 1.0)
+        bandwidth = min(hardware.intra_bandwidth, network)
         latency = hardware.inter_latency * (1 + nodes / 8) + 1e-6 * steps
     else:
         bandwidth = hardware.intra_bandwidth
         latency = hardware.intra_latency + 1e-6 * steps
     return wire_bytes(kind, size, group) / bandwidth + latency
+
+
+_TO_ALL = ("all-to-all", "ragged-all-to-all")
+
+
+def _crowding(nodes: int, hardware: Hardware) -> float:
+    """How many times longer the spines take than the leaves, for equal messages between all `nodes`; at least 1."""
+    leaf = hardware.nodes_per_leaf
+    if not leaf or nodes <= leaf:
+        return 1.0
+    return max(1.0, hardware.oversubscription * (1.0 - leaf / nodes))

@@ -2,11 +2,11 @@
 
 from hypothesis import given, settings
 
-from dhelix.benchmarks.strands.round_robin import RoundRobin, round_robin
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.simulation.round_robin import RoundRobin, round_robin
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.tests.passes.schedules import Program, build, runs_rightly
 from dhelix.tests.passes.two_strands import BOTH, FORWARD, PRODUCTS, limits_of, two_strands

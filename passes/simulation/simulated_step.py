@@ -1,0 +1,102 @@
+"""What a simulation says of one step: its time, in parts; its memory; what it computes in a second.
+
+step = SimulatedStep("strands", parts, memory, Work(tokens, flops, gpus=64, peak=989e12), limit=80e9)
+step.mfu, step.tokens_per_second, step.hidden, step.missing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.passes.framework.gain import StepParts
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step of a model computes.
+
+    Attributes:
+      tokens: number of tokens of a step, on all GPUs.
+      flops: floating-point operations of the model for these tokens, without recomputation. Causal attention counts in
+        full.
+      gpus: number of GPUs.
+      peak: dense bf16 operations per second of one GPU.
+    """
+
+    tokens: int
+    flops: float
+    gpus: int
+    peak: float
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One simulated step.
+
+    Attributes:
+      system: name of the way to run it (`systems.SYSTEMS`).
+      parts: where its time goes.
+      memory: bytes that it needs on a GPU, by the compiler's count.
+      work: what it computes.
+      limit: bytes of memory of a GPU.
+      notes: what the user should know, one sentence each.
+    """
+
+    system: str
+    parts: StepParts
+    memory: int
+    work: Work
+    limit: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.parts.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Fraction of the GPUs' peak that the model's operations reach."""
+        return self.work.flops / (self.work.gpus * self.work.peak * self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens in a second on each GPU."""
+        return self.work.tokens / self.work.gpus / self.seconds
+
+    @property
+    def hidden(self) -> float:
+        """Fraction of the communication's time alone that does not lengthen the step. Slow-down lengthens it."""
+        cost = self.parts.exposed + self.parts.slow_down
+        return 1.0 - cost / self.parts.sent if self.parts.sent else 0.0
+
+    @property
+    def missing(self) -> float:
+        """Bytes that a GPU lacks; 0 if the step fits."""
+        return max(0.0, self.memory - self.limit)
+
+    def to_json(self) -> dict[str, Any]:
+        """All values as JSON, in seconds and bytes."""
+        parts = self.parts
+        return {
+            "system": self.system,
+            "seconds": self.seconds,
+            "mfu": self.mfu,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "parts": {
+                "kernels": parts.compute,
+                "copies": parts.copies,
+                "lower_clock": parts.clock,
+                "slow_down": parts.slow_down,
+                "exposed": parts.exposed,
+                "pauses": parts.idle,
+            },
+            "communication": parts.sent,
+            "hidden": self.hidden,
+            "exposed_by": [{"collective": words, "seconds": seconds} for words, seconds in parts.exposed_by],
+            "memory": self.memory,
+            "missing_memory": self.missing,
+            "guessed": parts.guessed,
+            "guessed_overlap": parts.guessed_overlap,
+            "notes": list(self.notes),
+        }
