@@ -2,8 +2,11 @@
 
 Peaks are the numbers of the vendors. Efficiencies are the fractions of the peaks that Transformer operators of
 favourable sizes reach. The H200's efficiencies are fitted to measured steps, plain and with two strands. The steps have
-Llama-8B layer shapes and TP = SP = 4. Other GPUs use the same efficiencies. These are guesses until a profile of the
-GPU is measured.
+Llama-8B layer shapes and TP = SP = 4. Other GPUs use the same efficiencies, but for matrix products where the fastest
+one is published (stas00/ml-engineering, compute/accelerator, 2026-08-22: 86.9 % of the peak on an A100, 80.3 % on an
+H100 or H200, 77.6 % on a B200, 72.9 % on a GB200). These products keep the H200's ratio of 0.7 to 80.3 %. The A100's
+attention is FlashAttention-2's (arXiv 2307.08691: about 190 TFLOP/s, forward and backward, causal). All these are
+guesses until a profile of the GPU is measured.
 
 While a collective runs, compute and the collective slow each other down (by default to rates of 0.8 and 0.3). Then both
 together take only about a tenth less time than one after the other. So the fraction of hidden communication does not
@@ -79,11 +82,22 @@ H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # an H100 wit
 # NVLink 5 with 18 links has 900 GB/s each way. NCCL is assumed to reach the same fraction of its bandwidth as on an
 # H100. The network has 400 Gb/s per GPU. Peaks are for HGX B200 and GB200 NVL72 without sparsity. In a GB200 NVL72,
 # NVLink joins 72 GPUs.
-B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9, sms=148)
-GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72, sms=152)
+B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9, gemm_efficiency=0.68, sms=148)
+GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72, gemm_efficiency=0.64, sms=152)
 # NVLink 3 with 12 links has 300 GB/s each way. The network has 200 Gb/s per GPU (DGX A100, AMSP III-A).
 _PCIE4 = 25e9  # what copies reach of the 31.5 GB/s of PCIe 4.0 x16
-A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9, sms=108, host_bandwidth=_PCIE4)
+A100 = Hardware(
+    "A100",
+    312e12,
+    2.04e12,
+    80e9,
+    230e9,
+    22e9,
+    gemm_efficiency=0.76,
+    attention_efficiency=0.6,
+    sms=108,
+    host_bandwidth=_PCIE4,
+)
 # A server with four GPUs, the A100's NVLink and no network. The only published time of a collective is 221 us, for
 # NCCL's all-reduce of 16 MiB (DistFuse table 1). The 120 GB/s follow from this time.
 A100_40GB = replace(

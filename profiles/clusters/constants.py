@@ -63,7 +63,7 @@ class Constant:
 
 
 _SHEET = "NVIDIA's data sheet"
-_FITTED = "fitted to Llama-8B steps on H200s; a guess for other GPUs"
+_FITTED = "fitted to Llama-8B steps on H200s; scaled or guessed for other GPUs (profiles/hardware.py)"
 _GUESS = "a guess"
 _RATES = "fitted to measured pairs on H100s and H200s; a guess for other GPUs"
 

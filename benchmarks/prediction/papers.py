@@ -1,0 +1,152 @@
+"""Simulates the training runs that DHelix published, and compares the speed-ups (arXiv 2411.15871, figures 11 to 13).
+
+    python benchmarks/prediction/papers.py --out benchmarks/results/papers.json --processes 14      # without a GPU
+
+Each row is one bar of a figure: a model, a cluster, and a system against Megatron-LM. The clusters are those of
+`profiles/papers/clusters.py`, whose constants were fixed before the first comparison. What the paper's text leaves open
+is assumed alike for all rows:
+
+- TP 8 inside a node. CP and DP between nodes, PP 1. The figures give other DP, TP and PP under some bars, but the text
+  does not. With pipelines, the paper's bubble is 1 of 128.
+- 8 M tokens a step on 64 GPUs, micro-batches of one sequence, optimizer states over DP (ZeRO-1), no recomputation.
+- Megatron-LM waits for TP's collectives (`blocking`). It overlaps those of CP with attention, so with CP it is XLA's
+  order (`xla`). The paper's kernels are not ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOKENS = 8 * 2**20
+BASELINE = "Megatron-LM"
+SYSTEM_OF = {"Intra-batch": "intra-batch", "Wavelet+": "wavelet", "DHelix": "strands"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the paper.
+
+    Attributes:
+      workload: its name in `profiles/papers/published.py`.
+      figure: where its bars are.
+    """
+
+    cluster: str
+    preset: str
+    workload: str
+    figure: str
+    seq: int
+    cp: int = 1
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """The systems to simulate, Megatron-LM's first."""
+        ours = ("intra-batch", "wavelet", "strands") if self.figure == "figure 11" else ("strands",)
+        return ("xla" if self.cp > 1 else "blocking", *ours)
+
+    def options(self, gpus: int) -> dict[str, Any]:
+        """The fields of `Options` of this run."""
+        dp = gpus // 8 // self.cp
+        batch = TOKENS // self.seq
+        mesh = f"dp={dp},cp={self.cp},tp=8" if self.cp > 1 else f"dp={dp},tp=8"
+        return {
+            "preset": self.preset, "seq": self.seq, "vocab": 32_000, "mesh": mesh, "batch": batch,
+            "microbatches": batch // dp, "states": "zero1",
+        }  # fmt: skip
+
+
+_LLAMA = ("8b", "25b", "39b")
+_GPT = ("6.7b", "18b", "30b")
+RUNS = (
+    *(Run("dhelix-a40", f"llama-{size}", f"Llama-{size.upper()}, S 8192", "figure 11", 8192) for size in _LLAMA),
+    *(Run("dhelix-a40", f"gpt-{size}", f"GPT-{size.upper()}, S 8192", "figure 11", 8192) for size in _GPT),
+    *(Run("dhelix-a40", f"llama-{size}", f"Llama-{size.upper()}, S 16384, CP 2", "figure 12", 16384, 2)
+      for size in _LLAMA),
+    *(Run("dhelix-a40", f"gpt-{size}", f"GPT-{size.upper()}, S 16384, CP 2", "figure 12", 16384, 2) for size in _GPT),
+    Run("dhelix-a800", "llama-66b", "Llama-66B, S 16384, TP 8, CP 2", "figure 13a", 16384, 2),
+    Run("dhelix-a800", "llama-66b", "Llama-66B, S 32768, TP 8, CP 4", "figure 13a", 32768, 4),
+)  # fmt: skip
+
+
+def simulate(run: Run, system: str) -> dict[str, Any]:
+    """One simulated step as JSON, or the reason why there is none."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    from dhelix.errors import DhelixError
+    from dhelix.launch.simulate import command, programs
+    from dhelix.launch.train.options import Options
+    from dhelix.passes.simulation import systems
+    from dhelix.passes.simulation.cluster_costs import ClusterCosts
+    from dhelix.profiles.clusters import known
+    from dhelix.runtime.compiler import deviceless
+
+    deviceless.prepare_environment()
+    cluster = known.find(run.cluster)
+    try:
+        layout = programs.layout_of(Options(**run.options(cluster.gpus)), cluster)
+        training, batch = programs.training_of(Options(**run.options(cluster.gpus)), layout)
+        model = ClusterCosts.of(layout.cluster)
+        (step,) = command.simulated(training, batch, systems.chosen([system]), model, layout.cluster)
+    except DhelixError as error:
+        return {"refused": str(error)}
+    return step.to_json()
+
+
+def rows(run: Run, steps: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The published speed-ups of a run beside ours."""
+    from dhelix.profiles.papers import clusters
+
+    base = steps[run.systems[0]]
+    found = []
+    for number in clusters.get(run.cluster).numbers:
+        ours = steps.get(SYSTEM_OF.get(number.system, ""))
+        if not number.chart or number.workload != run.workload or not ours or number.where != run.figure:
+            continue
+        if "refused" in base or "refused" in ours:
+            row = {"refused": base.get("refused") or ours.get("refused")}
+        else:
+            ratio = base["seconds"] / ours["seconds"]
+            off = 100 * (ratio - number.value)
+            close = abs(off) <= max(3.0, 20.0 * (number.value - 1.0))
+            row = {"simulated": round(ratio, 3), "gain_off_points": round(off, 1), "within": close}
+        found.append({"cluster": run.cluster, "workload": run.workload, "where": run.figure, "system": number.system,
+                      "published": number.value, **row})  # fmt: skip
+    return found
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--processes", type=int, default=1)
+    made.add_argument("--only", default="", help="runs whose name contains this text")
+    options = made.parse_args()
+    runs = [run for run in RUNS if options.only in run.workload]
+    asked = [(run, system) for run in runs for system in run.systems]
+    steps: dict[Run, dict[str, dict[str, Any]]] = {run: {} for run in runs}
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.processes, spawn, max_tasks_per_child=1) as pool:
+        tasks = {pool.submit(simulate, run, system): (run, system) for run, system in asked}
+        for task in concurrent.futures.as_completed(tasks):
+            run, system = tasks[task]
+            steps[run][system] = task.result()
+            print(run.workload, system, steps[run][system].get("seconds") or steps[run][system], flush=True)
+    compared = [row for run in runs for row in rows(run, steps[run])]
+    report = {
+        "rows": compared,
+        "within": sum(row.get("within", False) for row in compared),
+        "of": len(compared),
+        "steps": [{**dataclasses.asdict(run), "systems": steps[run]} for run in runs],
+    }
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: report[key] for key in ("rows", "within", "of")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
