@@ -78,7 +78,7 @@ RUNS = (
 
 def simulate(run: Run, system: str) -> dict[str, Any]:
     """One simulated step as JSON, or the reason why there is none."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from dhelix.errors import DhelixError
     from dhelix.launch.simulate import command, programs
     from dhelix.launch.train.options import Options
