@@ -75,7 +75,7 @@ def view_of(chosen: Mapping[str, Any], console: Console) -> SimulationView:
         for step in simulated(training, batch, compared, model, layout.cluster):
             found.append(step)
             progress.update(len(found), f"{step.system} is simulated")
-    return SimulationView(options, layout, spread, model.costs().words, tuple(found))
+    return SimulationView(options, layout, spread, model.words, tuple(found))
 
 
 def cluster_of(chosen: Mapping[str, Any]) -> Cluster:

@@ -108,7 +108,7 @@ def print_view(view: SimulationView, console: Console) -> None:
     axes = {"pp": view.options.pp, **view.layout.axes}
     mesh = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one GPU"
     say(console, f"{view.layout.cluster.words()}. Mesh: {mesh}. {view.steps[0].work.tokens:,} tokens a step.")
-    say(console, f"Times: {view.source}, and the constants below.")
+    say(console, f"Times: {view.source}; and the constants below.")
     if view.spread != Spread():
         words = f"the slowest GPU takes {view.spread.compute:g} x as long, collectives {view.spread.communication:g} x"
         say(console, f"Spread: {words}.")

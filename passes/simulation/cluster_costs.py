@@ -76,13 +76,20 @@ class ClusterCosts(CostModel):
         """
         profile = storage.find(cluster.gpu, cluster.link) if cluster.link else None
         if profile is None:
-            profile = Profile(cluster.gpu, cluster.link or "nvlink", {setting: Section(setting)})
+            profile = Profile(cluster.gpu, cluster.link or "nvlink", sections={setting: Section(setting)})
         times = collective_matmul_times.find(cluster.gpu, cluster.link) if cluster.link else None
         return cls(profile, setting, times, described=cluster.hardware, spread=spread)
 
     @property
     def hardware(self) -> Hardware:
         return self.described
+
+    @property
+    def words(self) -> str:
+        """Where measured times come from, for people to read."""
+        if not self.profile.measured_on:
+            return f"nothing was measured on {self.profile.hardware}, so all times are guesses"
+        return f"the profile of {self.profile.hardware} with link {self.profile.link}, launch setting {self.setting}"
 
     def costs(self) -> Costs:
         found = super().costs()
