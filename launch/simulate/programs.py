@@ -20,11 +20,13 @@ from dhelix.launch.train import trainer
 from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.pipelined import PipelinedTraining
 from dhelix.models import Training
+from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.framework.manager import Pass, Stage
 from dhelix.passes.framework.report import CHANGED, UNCHANGED, Report
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.simulation.megatron_order import MegatronOrder
 from dhelix.passes.simulation.round_robin import RoundRobin
 from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters.cluster import Cluster
@@ -95,8 +97,11 @@ def _asked(mesh: str) -> int:
     return math.prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) else 0
 
 
-def training_of(options: trainer.Options, layout: Layout) -> tuple[Training, int]:
+def training_of(options: trainer.Options, layout: Layout, config: DecoderConfig | None = None) -> tuple[Training, int]:
     """The plain train step on the GPUs of the layout, and its batch size in sequences.
+
+    Args:
+      config: the model; None: as the options say.
 
     Raises:
       DhelixError: dhelix cannot compile for the cluster's GPU, or the options contradict each other.
@@ -107,7 +112,7 @@ def training_of(options: trainer.Options, layout: Layout) -> tuple[Training, int
         raise DhelixError(f"dhelix cannot compile for {gpu}; use a cluster of {known}")
     devices = deviceless.topology(gpu.lower(), layout.shape).devices
     mesh = ",".join(f"{name}={size}" for name, size in layout.axes.items() if size > 1) or "dp=1,tp=1"
-    config = trainer.configuration(options)
+    config = config or trainer.configuration(options)
     return trainer.make_training(dataclasses.replace(options, mesh=mesh), config, devices)
 
 
@@ -131,6 +136,8 @@ def compiled(training: Training, batch: int, system: System, model: CostModel) -
 
 
 def _passes(system: System, model: CostModel, pipelined: bool) -> tuple[Pass, ...]:
+    if system.name == "megatron":
+        return (MegatronOrder(model.hardware, model=model),)
     options = StepOptions(schedule=_SCHEDULES[system.name])
     passes = default_passes(options, model=model, hardware=model.hardware)
     if system.name == "wavelet":

@@ -2,7 +2,8 @@
 
     SYSTEMS["wavelet"].words
 
-`blocking` and `xla` run the plain step. The others have passes of their own (`launch/simulate/programs.py`).
+`blocking` and `xla` run the plain step as XLA orders it. `megatron` orders it anew. The others have passes of their own
+(`launch/simulate/programs.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class System:
 
 
 _ALL = (
-    System("blocking", "compute waits for every collective", "Megatron-LM's TP and CP", plain=True),
+    System("blocking", "compute waits for every collective", plain=True),
+    System("megatron", "weight gradients beside reductions of their layer; else compute waits", "Megatron-LM"),
     System("xla", "XLA's scheduler", plain=True),
     System("intra-batch", "one strand, reordered, and matrix products in parts", "Intra-batch (MegaScale)"),
     System("wavelet", "two strands, operators in turn", "Wavelet+"),
