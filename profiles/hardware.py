@@ -105,13 +105,14 @@ A100_40GB = replace(
 )
 # An A100 whose NVLink has 400 GB/s (200 each way). The network has 4 x 200 Gb/s per node of 8 (DHelix 6, AMSP VI).
 A800 = replace(A100, name="A800", intra_bandwidth=150e9, inter_bandwidth=11e9)
-# The GPUs of a node share PCIe 4.0. A node of 8 has one network card of 100 Gb/s (DHelix section 6).
+# PCIe 4.0 has 32 GB/s each way. NCCL is assumed to reach the same fraction of it as of an H100's NVLink. A node of 8 has
+# one network card of 100 Gb/s (DHelix section 6).
 A40 = Hardware(
     "A40",
     149.7e12,
     0.696e12,
     48e9,
-    16e9,
+    23.5e9,
     1.4e9,
     intra_latency=15e-6,
     compute_rate=0.9,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.evaluation.costs import CostModel, costs_of
-from dhelix.passes.evaluation.roofline_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits, apply_order
@@ -63,7 +63,7 @@ def megatron_order(
     """The operators in XLA's order, with weight gradients beside the reductions that they may run beside."""
     body = find_strands(computation, sequence, costs, limits)
     kinds = [_kind(head) for head in body.heads]
-    floating = body.first.floating | body.second.floating
+    floating = _unread(body.operators)
     waiting = [o for o in body.operators if o.number in floating]
     laid: dict[int, None] = {}
     for operator in body.operators:
@@ -77,6 +77,21 @@ def megatron_order(
             _lay_ready(waiting, laid, lambda o: True)
     laid.update((o.number, None) for o in waiting)
     return OrderSearch(body, costs, limits).sequence(laid)
+
+
+def _unread(operators: Sequence[Operator]) -> set[int]:
+    """The numbers of the computing operators that only operators like them wait for, such as weight gradients.
+
+    Unlike in `Strand.floating`, async stores count, too.
+    """
+    read = {needed for operator in operators if operator.lane is not Lane.COMPUTE for needed in operator.needs}
+    found: set[int] = set()
+    for operator in reversed(operators):
+        if operator.lane is Lane.COMPUTE and operator.number not in read:
+            found.add(operator.number)
+        else:
+            read |= operator.needs
+    return found
 
 
 def _kind(head: Instruction) -> str:
