@@ -99,14 +99,20 @@ A100 = Hardware(
     host_bandwidth=_PCIE4,
 )
 # A server with four GPUs, the A100's NVLink and no network. The only published time of a collective is 221 us, for
-# NCCL's all-reduce of 16 MiB (DistFuse table 1). The 120 GB/s follow from this time.
+# NCCL's all-reduce of 16 MiB (DistFuse table 1). The 120 GB/s follow from this time, and 0.7 from that of its products.
 A100_40GB = replace(
-    A100, name="A100-40GB", memory_bandwidth=1.555e12, memory_bytes=40e9, intra_bandwidth=120e9, gpus_per_node=4
+    A100,
+    name="A100-40GB",
+    memory_bandwidth=1.555e12,
+    memory_bytes=40e9,
+    intra_bandwidth=120e9,
+    gemm_efficiency=0.7,
+    gpus_per_node=4,
 )
 # An A100 whose NVLink has 400 GB/s (200 each way). The network has 4 x 200 Gb/s per node of 8 (DHelix 6, AMSP VI).
 A800 = replace(A100, name="A800", intra_bandwidth=150e9, inter_bandwidth=11e9)
-# PCIe 4.0 has 32 GB/s each way. NCCL is assumed to reach the same fraction of it as of an H100's NVLink. A node of 8 has
-# one network card of 100 Gb/s (DHelix section 6).
+# PCIe 4.0 has 32 GB/s each way. NCCL is assumed to reach the same fraction of it as of an H100's NVLink. A node of 8
+# has one network card of 100 Gb/s (DHelix section 6).
 A40 = Hardware(
     "A40",
     149.7e12,

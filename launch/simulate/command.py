@@ -30,6 +30,7 @@ from dhelix.passes.simulation.simulated_step import SimulatedStep, Work
 from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters import known
 from dhelix.profiles.clusters.cluster import Cluster
+from dhelix.profiles.files import storage
 from dhelix.runtime.compiler import deviceless
 
 
@@ -65,7 +66,8 @@ def view_of(chosen: Mapping[str, Any], console: Console) -> SimulationView:
     options = step_flags.options(chosen)
     layout = programs.layout_of(options, cluster_of(chosen))
     spread = Spread(chosen["slowest_gpu"], chosen["slowest_link"])
-    model = ClusterCosts.of(layout.cluster, chosen["setting"], spread)
+    profile = storage.load(chosen["profile"]) if chosen["profile"] else None
+    model = ClusterCosts.of(layout.cluster, chosen["setting"], spread, profile)
     deviceless.prepare_environment()
     training, batch = programs.training_of(options, layout)
     gpus = layout.cluster.gpus

@@ -38,6 +38,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("nodes", None, "number of nodes (default: the cluster's)", lower_bound=1, flag_values=values)
     names("constants", [], f"other constants, such as between_gb_per_second=25: {', '.join(CONSTANTS)}")
     names("systems", ["blocking", "xla", "strands"], f"ways to run the step, of {', '.join(SYSTEMS)}")
+    text("profile", None, "file with measured times of the cluster's GPU (default: the shipped ones and your own)")
     flags.DEFINE_enum(
         "setting", "default", list(SETTINGS), "launch setting whose times in the profile are used", flag_values=values
     )

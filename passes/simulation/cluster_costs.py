@@ -68,16 +68,28 @@ class ClusterCosts(CostModel):
     spread: Spread = EQUAL
 
     @classmethod
-    def of(cls, cluster: Cluster, setting: str = "default", spread: Spread = EQUAL) -> Self:
-        """The model of a cluster, with the profile of its GPU and link if there is one.
+    def of(
+        cls, cluster: Cluster, setting: str = "default", spread: Spread = EQUAL, profile: Profile | None = None
+    ) -> Self:
+        """The model of a cluster.
+
+        Args:
+          profile: measured times; None: the profile of the cluster's GPU and link if there is one.
 
         Raises:
-          DhelixError: the profile has no measurements under this launch setting.
+          DhelixError: the profile is of another GPU, or has no measurements under this launch setting.
         """
-        profile = storage.find(cluster.gpu, cluster.link) if cluster.link else None
+        if profile is not None and profile.hardware != cluster.gpu:
+            raise DhelixError(
+                f"the profile is of {profile.hardware}, but {cluster.name} has {cluster.gpu}; give a profile of "
+                f"{cluster.gpu}, or leave it out"
+            )
+        link = profile.link if profile else cluster.link
+        if profile is None and link:
+            profile = storage.find(cluster.gpu, link)
         if profile is None:
-            profile = Profile(cluster.gpu, cluster.link or "nvlink", sections={setting: Section(setting)})
-        times = collective_matmul_times.find(cluster.gpu, cluster.link) if cluster.link else None
+            profile = Profile(cluster.gpu, link or "nvlink", sections={setting: Section(setting)})
+        times = collective_matmul_times.find(cluster.gpu, link) if link else None
         return cls(profile, setting, times, described=cluster.hardware, spread=spread)
 
     @property

@@ -1,0 +1,71 @@
+"""`dhelix simulate`: what it shows, and what it refuses before it compiles anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from dhelix.launch import cli
+
+Simulate = Callable[..., tuple[int, str, str]]
+SMALL = ("--preset=llama-8b", "--layers=2", "--seq=1024", "--vocab=1024", "--mesh=dp=2,tp=4", "--microbatches=2")
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str]) -> Simulate:
+    """Runs `dhelix simulate`; returns status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["simulate", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return stopped.value.code or 0, captured.out, captured.err  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.mark.deviceless
+def test_systems_of_a_cluster_without_measured_times(simulate: Simulate) -> None:
+    status, text, _ = simulate(*SMALL, "--cluster=dhelix-a40", "--systems=blocking,strands", "--json")
+    found = json.loads(text)
+    assert status == 0
+    assert (found["gpus"], found["mesh"]["dp"], found["mesh"]["tp"]) == (8, 2, 4)
+    assert found["cluster"]["nodes"] == 1 and "nothing was measured on A40" in found["measured_times"]
+    waiting, strands = found["steps"]
+    assert (waiting["system"], strands["system"]) == ("blocking", "strands")
+    for step in found["steps"]:
+        assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
+        assert step["guessed"] == 1.0 and 0.0 < step["mfu"] < 1.0 and step["memory"] > 1e8
+        flops = found["model_flops"] / (found["gpus"] * 149.7e12 * step["seconds"])
+        assert step["mfu"] == pytest.approx(flops)
+    assert waiting["parts"]["exposed"] == pytest.approx(waiting["communication"])
+    assert strands["parts"]["exposed"] < waiting["parts"]["exposed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "which model? give --preset NAME"),
+        (("--preset=llama-8b", "--cluster=moon"), "cluster 'moon' is unknown; give a JSON file, or one of"),
+        (
+            ("--preset=llama-8b", "--mesh=dp=16,tp=8"),
+            "--mesh dp=16,tp=8 needs 128 GPUs, but h100-infiniband has 64; give --nodes 16",
+        ),
+        (("--preset=llama-8b", "--mesh=dp=3,tp=3"), "9 GPUs do not fill nodes of 8"),
+        (("--preset=llama-8b", "--cluster=gb200-nvl72", "--mesh=tp=8"), "dhelix cannot compile for GB200"),
+        (("--preset=llama-8b", "--systems=fast"), "system 'fast' is unknown; choose from blocking"),
+        (("--preset=llama-8b", "--systems="), "--systems is empty"),
+        (("--preset=llama-8b", "--constants=between_gb_per_second"), "give NAME=NUMBER"),
+        (("--preset=llama-8b", "--constants=between_gb_per_second=5e9"), "check the unit"),
+        (("--preset=llama-8b", "--constants=speed=5"), "there is no constant 'speed'"),
+        (("--preset=llama-8b", "--nodes=0"), "nodes"),
+        (("--preset=llama-8b", "--slowest_gpu=0.5"), "slowest_gpu"),
+        (("--preset=llama-8b", "--profile=missing.json"), "missing.json"),
+    ],
+)
+def test_bad_input_is_one_clear_error(simulate: Simulate, arguments: tuple[str, ...], words: str) -> None:
+    status, _, errors = simulate(*arguments)
+    assert status in (1, 2) and words in errors and "Traceback" not in errors
+    assert len(errors.strip().splitlines()) <= 2
