@@ -6,6 +6,7 @@
 
 Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
 cap on NCCL channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
+With --unseen, each program is predicted as if none of its keys had been measured; pipelines are then left out.
 Results of several nodes, and of variants, settings and workloads that were removed, are left out. `measured` is the
 time of consecutive steps, at the clock of a warm GPU, as users see it. A traced step, if there is one, is slightly
 shorter.
@@ -59,8 +60,12 @@ class Step:
         return self.predicted / self.measured - 1.0
 
 
-def steps_of(files: Sequence[Path], out: Path) -> list[Step]:
-    """All rows that can be predicted. Programs of one workload are compiled once."""
+def steps_of(files: Sequence[Path], out: Path, unseen: bool = False) -> list[Step]:
+    """All rows that can be predicted. Programs of one workload are compiled once.
+
+    Args:
+      unseen: whether the programs count as unmeasured.
+    """
     wanted: dict[tuple[str, str], dict[str, list[str]]] = {}
     runs = [(file.stem, _read(file)) for file in files]
     for _, run in runs:
@@ -71,7 +76,7 @@ def steps_of(files: Sequence[Path], out: Path) -> list[Step]:
     for step, settings in wanted.items():
         gpu, workload = step
         for setting, variants in settings.items():
-            for name, ms in _predicted(gpu, json.loads(workload), setting, variants, out).items():
+            for name, ms in _predicted(gpu, json.loads(workload), setting, variants, out, unseen).items():
                 found[step, setting, name] = ms
     return [
         Step(file, _link(run, setting), setting, variant, measured, traced, round(found[key], 2))
@@ -103,16 +108,20 @@ def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
 
 
 def _predicted(
-    gpu: str, workload: dict[str, Any], setting: str, variants: Sequence[str], out: Path
+    gpu: str, workload: dict[str, Any], setting: str, variants: Sequence[str], out: Path, unseen: bool
 ) -> dict[str, float]:
     """Milliseconds by variant. If nothing can be predicted, prints why and returns an empty dict."""
     stages = workload.get("stages", 0)
+    if stages and unseen:
+        return {}
     names = ("preset", "layers", "seq", "vocab", "microbatches", *(() if stages else ("channels", "shards")))
     given = {name: workload.get(name, 0) for name in names} | {"tp": workload["tp"] * (stages or 1)}
     given |= {"stages": stages} if stages else {k: v for k, v in workload.items() if k in ("dp", "sharding")}
     given |= {"hardware": gpu, "out": out, "settings": setting, "variants": "; ".join(variants), "name": "part"}
     module = pipeline if stages else strands
-    options = module.parser().parse_args(["--on_paper", *(f"--{name}={value}" for name, value in given.items())])
+    options = module.parser().parse_args(
+        ["--on_paper", *["--unseen"] * unseen, *(f"--{name}={value}" for name, value in given.items())]
+    )
     if workload.get("channels"):
         os.environ[SEARCH_PATH] = str(_costs(workload))  # inherited by the processes of `measure`
     else:
@@ -182,10 +191,15 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="*", help="of strands/run.py and pipeline/run.py")
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--name", default="predictions", help="of the file")
+    parser.add_argument("--unseen", action="store_true", help="without what was measured of the programs themselves")
     parser.add_argument("--tables", type=Path, nargs="+", help="files of earlier calls; nothing is compiled")
     arguments = parser.parse_args()
     try:
-        steps = written(arguments.tables) if arguments.tables else steps_of(arguments.results, arguments.out)
+        steps = (
+            written(arguments.tables)
+            if arguments.tables
+            else steps_of(arguments.results, arguments.out, arguments.unseen)
+        )
         text = table(steps)
     except DhelixError as error:
         sys.exit(str(error))

@@ -77,6 +77,9 @@ def add_common_flags(made: argparse.ArgumentParser, rounds: int) -> None:
     made.add_argument("--out", type=Path, default=Path("benchmark-output"))
     made.add_argument("--name", default="", help="of the result file")
     made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled without, and what is predicted")
+    made.add_argument(
+        "--unseen", action="store_true", help="on paper: predicted as if the program's keys were unmeasured"
+    )
     made.add_argument("--hardware", default=GPU, choices=[t.upper() for t in deviceless.targets()], help="on paper")
     made.add_argument("--dump_hlo", action="store_true")
 

@@ -30,6 +30,7 @@ import optax
 
 from dhelix import strand_interleave
 from dhelix.benchmarks.collectives.gpu_clocks import Clocks
+from dhelix.benchmarks.prediction.unseen import unseen
 from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
@@ -267,6 +268,8 @@ class Worker:
 
     def predict(self, module: Any) -> float:
         model = self.setting.costs()
+        if self.options.unseen:
+            model = unseen(model, module)
         costs: Costs = model.costs()
         return 1e3 * simulate_module(module, model.hardware, costs).seconds
 
