@@ -153,7 +153,7 @@ def places(
     """For each process of a setting: its place in the distributed run (empty if there is none), and its environment."""
     base = environment(setting, arguments.out, together)
     if arguments.on_paper:
-        return [({}, {**base, "JAX_PLATFORMS": "cpu,cuda"})]
+        return [({}, {**base, "JAX_PLATFORMS": "cpu"})]
     if setting.nodes == 1:
         return [({}, base)]
     gpus = arguments.dp * max(arguments.ep, 1) * arguments.cp * arguments.tp
