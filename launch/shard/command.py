@@ -61,10 +61,10 @@ def _check_given(live: bool, given: Collection[str]) -> None:
             raise DhelixError(f"--live takes the step of `dhelix train`, so --{name} has no effect; leave it out")
         if not live and name in ONLY_LIVE:
             raise DhelixError(f"--{name} describes a step of `dhelix train`; add --live, or leave it out")
-    if "groups" in given:
-        needless = {"factors": "says one choice for all", "topology": "orders devices for one choice"}
-        for name in (name for name in needless if name in given):
-            raise DhelixError(f"--groups chooses factors for each group, and --{name} {needless[name]}; leave one out")
+    if "groups" in given and "factors" in given:
+        raise DhelixError(
+            "--groups chooses factors for each group, and --factors says one choice for all; leave one out"
+        )
     if "axes" in given and "out" not in given:
         raise DhelixError("--axes names the mesh axes of a plan file; add --out, or leave it out")
 
@@ -93,7 +93,7 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
     if chosen["strict"]:
         _check_measured(task, shown.times.guessed, shown.times.scaled)
     known = baselines(task.job, task.mesh, task.times, task.overlap)
-    placed = placed_by(chosen["topology"], shown) if chosen["topology"] else None
+    placed = placed_by(chosen["topology"], [shown.factors], shown.times.sent) if chosen["topology"] else None
     return ShardView(task, planned, shown, known, placed, tuple(chosen["axes"]) or task.axes)
 
 
@@ -102,8 +102,9 @@ def _of_groups(task: Task, chosen: dict[str, Any]) -> ShardView:
     found = plan_groups(task.job, task.groups, task.times, task.limit, task.overlap, chosen["objective"])
     if chosen["strict"]:
         _check_measured(task, found.best.times.guessed, found.best.times.scaled)
-    axes = tuple(chosen["axes"]) or task.axes
-    return ShardView(task, found.alike, found.best, found.known, axes=axes, groups=found)
+    each = [candidate.factors for candidate in found.of_group.values()]
+    placed = placed_by(chosen["topology"], each, found.best.times.sent) if chosen["topology"] else None
+    return ShardView(task, found.alike, found.best, found.known, placed, tuple(chosen["axes"]) or task.axes, found)
 
 
 def plan_of(view: ShardView) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dhelix.passes.sharding.factors import Factor, ShardingError
+from dhelix.passes.sharding.factors import Factor, Factors, ShardingError
 from dhelix.passes.sharding.nccl_topology import NodeTopology
 from dhelix.passes.sharding.placement import (
     Topology,
@@ -17,7 +17,7 @@ from dhelix.passes.sharding.placement import (
     spine_bytes,
     spine_share,
 )
-from dhelix.passes.sharding.planner import Candidate
+from dhelix.passes.sharding.step_times import Sent
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ class Placed:
     notes: tuple[str, ...] = ()
 
 
-def placed_by(files: Sequence[str], shown: Candidate) -> Placed:
+def placed_by(files: Sequence[str], each: Sequence[Factors], sent: Sequence[Sent]) -> Placed:
     """The placement for the shown factors.
 
     Args:
       files: topology files: JSON with leaf switches, or NCCL's dumps of nodes.
+      each: the factors of each group of parameters, on one mesh.
+      sent: the collectives of a step, those of all groups.
 
     Raises:
       ShardingError: a file is no topology, there are too few nodes, or nodes differ.
@@ -62,8 +64,8 @@ def placed_by(files: Sequence[str], shown: Candidate) -> Placed:
     leaves = [file for file in files if file not in dumps]
     if len(leaves) > 1:
         raise ShardingError(f"--topology {','.join(leaves)}: leaf switches stand in one JSON file; give one")
-    nodes = _nodes(Topology.load(leaves[0]), shown) if leaves else Placed()
-    gpus = _gpus(dumps, shown) if dumps else Placed()
+    nodes = _nodes(Topology.load(leaves[0]), each, sent) if leaves else Placed()
+    gpus = _gpus(dumps, each, sent) if dumps else Placed()
     return Placed(nodes.order, nodes.shares, gpus.gpu_order, nodes.traffic + gpus.traffic, nodes.notes + gpus.notes)
 
 
@@ -75,23 +77,24 @@ def _is_xml(file: str) -> bool:
         raise ShardingError(f"{file}: cannot be read ({error.strerror}): check the path") from None
 
 
-def _nodes(topology: Topology, shown: Candidate) -> Placed:
-    names, mesh = list(topology.leaves), shown.factors.mesh
-    if len(names) < mesh.nodes:
-        raise ShardingError(f"the topology has {len(names)} nodes, and {mesh.nodes} are needed; add the others")
-    sizes = group_sizes(shown.factors)
-    listed = tuple(names[: mesh.nodes])
+def _nodes(topology: Topology, each: Sequence[Factors], sent: Sequence[Sent]) -> Placed:
+    known, mesh = list(topology.leaves), each[0].mesh
+    if len(known) < mesh.nodes:
+        raise ShardingError(f"the topology has {len(known)} nodes, and {mesh.nodes} are needed; add the others")
+    sizes = group_sizes(*each)
+    listed = tuple(known[: mesh.nodes])
     order = place(topology.domains, sizes, listed)
     shares = ((size, spine_share(topology, listed, size), spine_share(topology, order, size)) for size in sizes)
-    sent = (spine_bytes(topology, each, shown.times.sent, mesh) for each in (listed, order))
-    notes = () if sizes else ("No group spans some nodes and not all, so any order of nodes will do.",)
-    if len(names) > mesh.nodes:
-        notes = (f"The file has {len(names)} nodes; the first {mesh.nodes} of them are ordered.", *notes)
-    return Placed(order, tuple(shares), traffic=(Traffic("over the spine", *sent),), notes=notes)
+    before, after = (spine_bytes(topology, names, sent, mesh) for names in (listed, order))
+    as_good = not sizes and before == after  # even a ring over all nodes may cross the spine less often
+    notes = ("No group spans some nodes and not all, and the order of the file is as good.",) if as_good else ()
+    if len(known) > mesh.nodes:
+        notes = (f"The file has {len(known)} nodes; the first {mesh.nodes} of them are ordered.", *notes)
+    return Placed(order, tuple(shares), traffic=(Traffic("over the spine", before, after),), notes=notes)
 
 
-def _gpus(files: Sequence[str], shown: Candidate) -> Placed:
-    mesh, sizes = shown.factors.mesh, gpu_group_sizes(shown.factors)
+def _gpus(files: Sequence[str], each: Sequence[Factors], sent: Sequence[Sent]) -> Placed:
+    mesh, sizes = each[0].mesh, gpu_group_sizes(*each)
     found = [NodeTopology.load(file) for file in files]
     for file, node in zip(files, found, strict=True):
         _check_size(file, node, mesh)
@@ -102,7 +105,7 @@ def _gpus(files: Sequence[str], shown: Candidate) -> Placed:
         why = "NVLink joins all GPUs of a node" if node.joined else "No group has some GPUs of a node and not all"
         return Placed(notes=(f"{why}, so any order of GPUs will do.",))
     order = place(node.domains, sizes)
-    before, after = (node_bytes(node, each, shown.times.sent) for each in (listed, order))
+    before, after = (node_bytes(node, numbers, sent) for numbers in (listed, order))
     traffic = (Traffic(f"{kind} in each node", before[kind], after[kind]) for kind in before)
     return Placed(gpu_order=order, traffic=tuple(traffic))
 

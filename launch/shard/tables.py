@@ -153,7 +153,7 @@ def _shown(view: ShardView, rows: int) -> Iterator[tuple[str, Candidate]]:
 def _print_placement(view: ShardView, console: Console) -> None:
     assert view.placed
     placed, lines = view.placed, list[str]()
-    if placed.order and placed.shares:
+    if placed.order:
         lines.append(f"Order of nodes: {', '.join(placed.order)}")
     for size, before, after in placed.shares:
         lines.append(

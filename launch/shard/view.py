@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dhelix.launch.shard.job import Task
@@ -39,10 +39,10 @@ class ShardView:
     @property
     def plan(self) -> ShardingPlan:
         """The section of a plan file."""
-        if self.groups is not None:
-            return self.groups.plan(self.axes)
         placed = self.placed or Placed()
-        return ShardingPlan(self.chosen.factors, self.task.job.split, placed.order, self.axes, placed.gpu_order)
+        if self.groups is None:
+            return ShardingPlan(self.chosen.factors, self.task.job.split, placed.order, self.axes, placed.gpu_order)
+        return replace(self.groups.plan(self.axes), placement=placed.order, gpu_order=placed.gpu_order)
 
     def gain(self, candidate: Candidate) -> float | None:
         """How many times as fast the chosen factors are; None if the candidate does not fit."""

@@ -13,8 +13,9 @@ PCIe switch (`nccl_topology.py`). Domains contain each other: a CPU has several 
 
 Whole groups come first: each domain gives as many as it has, and those of its inner domains first. What is left over is
 put together, the largest rests first. Groups of different states contain each other, because each factor divides the
-next. So the same is done with the smaller groups of what is left over. `spine_bytes` and `node_bytes` count what a step
-sends over slow links in an order.
+next. So the same is done with the smaller groups of what is left over. Groups of parameters may have factors of their
+own. One mesh carries all of them out, so these groups contain each other, too (`axis_sizes`). `spine_bytes` and
+`node_bytes` count what a step sends over slow links in an order.
 """
 
 from __future__ import annotations
@@ -94,14 +95,22 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and value.isprintable()
 
 
-def group_sizes(factors: Factors) -> list[int]:
-    """The numbers of nodes of the groups that span some nodes and not all, from large to small."""
-    return _partial((factor.nodes for _, factor in factors.states()), factors.mesh.nodes)
+def group_sizes(*each: Factors) -> list[int]:
+    """The numbers of nodes of the groups that span some nodes and not all, from large to small.
+
+    Args:
+      *each: the factors of all groups of parameters, on one mesh.
+    """
+    return _partial((factor.nodes for factors in each for _, factor in factors.states()), each[0].mesh.nodes)
 
 
-def gpu_group_sizes(factors: Factors) -> list[int]:
-    """The numbers of GPUs of a node in the groups that have some of them and not all, from large to small."""
-    return _partial((factor.gpus for _, factor in factors.states()), factors.mesh.gpus)
+def gpu_group_sizes(*each: Factors) -> list[int]:
+    """The numbers of GPUs of a node in the groups that have some of them and not all, from large to small.
+
+    Args:
+      *each: as for `group_sizes`.
+    """
+    return _partial((factor.gpus for factors in each for _, factor in factors.states()), each[0].mesh.gpus)
 
 
 def _partial(sizes: Iterable[int], whole: int) -> list[int]:

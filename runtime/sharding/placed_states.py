@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import ShardingError
 from dhelix.passes.sharding.states.state_axes import SplitAxes
+from dhelix.runtime.sharding.nnx_objects import check_unshared
 from dhelix.runtime.sharding.parameter_groups import group_numbers, paths_of
 from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
 
@@ -32,7 +33,7 @@ def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
 
     Args:
       state: parameters, optimizer states and whatever belongs to them: a pytree of arrays. Arrays may be split over
-        other mesh axes, such as "tp".
+        other mesh axes, such as "tp". Of objects of Flax NNX, new ones are returned.
       plan: what `sharding_plan` takes.
       mesh: the mesh; default: that of the state's arrays.
 
@@ -43,8 +44,9 @@ def shard_state[T](state: T, plan: Any, mesh: Mesh | None = None) -> T:
 
     Raises:
       ShardingError: the mesh is unknown, or does not fit the plan, or no array of the state or of a group can be
-        split, or a group matches no path.
+        split, or a group matches no path, or objects of Flax NNX share a variable.
     """
+    check_unshared(state)
     placed = state_shardings(state, plan, mesh)
     _check_split(state, sharding_plan(plan), placed)
     return jax.device_put(state, placed)

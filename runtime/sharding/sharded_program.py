@@ -18,7 +18,8 @@ from dhelix.passes.sharding.factors import Factors, ShardingError
 from dhelix.passes.sharding.states.state_axes import StateGroup
 from dhelix.passes.sharding.states.state_sharding import StateSharding
 from dhelix.runtime.compiler import lowering
-from dhelix.runtime.sharding.parameter_groups import group_numbers, paths_of
+from dhelix.runtime.sharding.nnx_objects import argument_paths
+from dhelix.runtime.sharding.parameter_groups import group_numbers
 from dhelix.runtime.sharding.state_plan import StatePlan, sharding_plan
 
 
@@ -98,7 +99,7 @@ def _groups(lowered: jax.stages.Lowered, plan: StatePlan, mesh: Mapping[str, int
     """The groups of a plan, with the arguments of the program that belong to them."""
     if not plan.groups:
         return ()
-    numbers = group_numbers([name for name, _ in plan.groups], paths_of(lowered.args_info))
+    numbers = group_numbers([name for name, _ in plan.groups], argument_paths(lowered.args_info))
     kept = [numbers[n] for n in jax_compat.kept_arguments(lowered)]
     found = []
     for n, ((name, factors), axes) in enumerate(zip(plan.groups, plan.of_groups(mesh), strict=True)):

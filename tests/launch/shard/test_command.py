@@ -187,6 +187,21 @@ def test_groups_of_parameters(shard: Shard, tmp_path: Path) -> None:
     assert found["time"]["step"] < found["one_for_all"]["step"] and "for all, a step takes" in found["gain_of_groups"]
 
 
+def test_groups_are_placed_together(shard: Shard, tmp_path: Path) -> None:
+    leaves, plan = tmp_path / "leaves.json", tmp_path / "plan.json"
+    leaves.write_text(json.dumps({"nodes": [{"name": f"n{n}", "leaf": "AB"[n % 2]} for n in range(8)]}))
+    step = ("--model=llama-7b", "--hardware=A40", "--nodes=8", "--microbatches=4", "--bytes=single", "--batch=2")
+    topology, keys = f"--topology={leaves},{DUMPS / 'pcie-8.xml'}", ["embedding", "head", "attention_norm"]
+    status, text, _ = shard(*step, "--memory=40", f"--groups={','.join(keys)}", topology, f"--out={plan}", "--json")
+    found, section = json.loads(text), plan_files.load(plan).sharding
+    assert status == 0 and section and [name for name, _ in section.groups] == keys
+    assert section.placement == tuple(found["placement"]) == ("n0", "n2", "n4", "n6", "n1", "n3", "n5", "n7")
+    assert found["slow_links"]["over the spine"]["placed"] < found["slow_links"]["over the spine"]["listed"]
+    partial = any(1 < gpus < 8 for one in found["groups"].values() for gpus, _ in (one["p"], one["g"], one["os"]))
+    assert partial and section.gpu_order == tuple(found["gpu_order"]) == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert sharding_plan(plan).gpu_order == section.gpu_order and sharding_plan(plan).placement == section.placement
+
+
 def test_groups_that_gain_nothing_are_one_choice(shard: Shard, tmp_path: Path) -> None:
     experts = ("--model=olmoe-1b-7b", "--groups=experts", f"--out={tmp_path / 'plan.json'}")
     text = shard(*experts)[1]

@@ -94,6 +94,8 @@ def test_sizes_of_groups_that_span_some_nodes() -> None:
     assert group_sizes(factors((8, 16), (8, 2), (8, 2), (8, 4))) == [4, 2]
     assert group_sizes(factors((8, 16), (8, 1), (8, 1), (8, 16))) == []
     assert gpu_group_sizes(factors((8, 16), (2, 1), (4, 1), (8, 2))) == [4, 2]
+    each = factors((8, 16), (1, 1), (8, 2), (8, 2)), factors((8, 16), (4, 1), (4, 1), (8, 8))
+    assert group_sizes(*each) == [8, 2] and gpu_group_sizes(*each) == [4], "groups of parameters together"
 
 
 def test_bad_topologies(tmp_path: Path) -> None:
