@@ -7,8 +7,9 @@
 and the compiled program, `step.hlo`. Without CUDA graphs, each kernel names its instruction.
 
 The independent computation shares no code with `inspect`. It reads the trace's JSON, not its protobuf. It adds up time
-between each two neighbouring starts or ends. A kernel communicates if its instruction's name or its own says so. Equal
-operators are those with the same text in `step.hlo`, names of instructions aside.
+between each two neighbouring starts or ends. A kernel communicates if its own name says so, or if its instruction's
+text in `step.hlo` has a collective. Only which operators are equal is taken from dhelix: those with one profile key.
+Operators without a key are equal if they have the same text, names of instructions aside.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import numpy as np
 STEPS = 5  # traced
 TICKS = 10_000  # for each millisecond
 BESIDE, ENOUGH, PAUSE_MS = 0.05, 3, 0.02  # as `inspect` defines what runs beside communication, is known, is one run
-COLLECTIVE = re.compile(r"^(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)")
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?\("
+)
 GRAPH = re.compile("command_buffer|$")
 FIELDS = ("step_ms", "compute_ms", "communication_ms", "hidden_ms", "exposed_ms", "idle_ms", "slow_down_ms")
 
@@ -91,11 +94,13 @@ def kinds(text: str) -> dict[str, str]:
             words = re.sub(r"%[\w.\-]+", "", words)
             found[match[1]] = "\n".join([words, *called])
             lines.append(words)
-    return found
+    # XLA writes an async fusion without the name of the fusion that a trace has: "x.1-fusion.2" of "fused_x.1.clone".
+    fused = {body.removesuffix(".clone"): text for body, text in bodies.items() if body.startswith("fused_")}
+    return found | {f"{body.removeprefix('fused_')}-fusion": text for body, text in fused.items()}
 
 
-def events(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """The kernels and copies of each GPU, with times in milliseconds."""
+def events(folder: Path, kind: dict[str, str]) -> dict[int, list[dict[str, Any]]]:
+    """The kernels and copies of each GPU, with times in milliseconds. `kind` is as `kinds` returns it."""
     (file,) = folder.rglob("*.trace.json.gz")
     whole = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     gpus = {
@@ -113,7 +118,7 @@ def events(folder: Path) -> dict[int, list[dict[str, Any]]]:
         if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
             arguments = event.get("args", {})
             name, kernel = arguments.get("hlo_op", ""), event["name"]
-            talks = COLLECTIVE.match(name) or (GRAPH.match(name) and re.search("nccl", kernel, re.IGNORECASE))
+            talks = re.search("nccl", kernel, re.IGNORECASE) or COLLECTIVE.search(_text(kind, name))
             copies = not name and "Memcpy" in kernel and "H2D" not in kernel and "D2H" not in kernel
             found[gpus[event["pid"]]].append(
                 {
@@ -126,6 +131,10 @@ def events(folder: Path) -> dict[int, list[dict[str, Any]]]:
                 }
             )
     return found
+
+
+def _text(kind: dict[str, str], name: str) -> str:
+    return kind.get(name) or kind.get(re.sub(r"(?<=-fusion)\.\d+$", "", name), "")
 
 
 def counted(found: list[dict[str, Any]]) -> dict[str, float]:
@@ -153,7 +162,7 @@ def counted(found: list[dict[str, Any]]) -> dict[str, float]:
 
 def slowed_down(gpus: dict[int, list[dict[str, Any]]], kind: dict[str, str]) -> dict[int, float]:
     """Milliseconds that operators beside communication take longer than equal ones alone, by counting ticks."""
-    alone: dict[str, list[float]] = defaultdict(list)
+    alone: dict[tuple[int | str, str], list[float]] = defaultdict(list)
     beside: dict[tuple[int, str], list[float]] = defaultdict(list)
     for gpu, found in gpus.items():
         begin = min(e["start"] for e in found if e["module"])
@@ -171,13 +180,15 @@ def slowed_down(gpus: dict[int, list[dict[str, Any]]], kind: dict[str, str]) -> 
                 continue
             took = run["end"] - run["start"]
             if (everywhere[at] - busy[run["stream"]][at]).sum() <= BESIDE * took * TICKS:
-                alone[kind.get(name, name)].append(took)
+                alone[gpu, kind.get(name, name)].append(took)
+                alone["all", kind.get(name, name)].append(took)
             if talking[at].sum() > BESIDE * took * TICKS:
                 beside[gpu, kind.get(name, name)].append(took)
     lost: dict[int, float] = defaultdict(float)
     for (gpu, which), times in beside.items():
-        if len(alone[which]) >= ENOUGH:
-            lost[gpu] += sum(times) - len(times) * statistics.median(alone[which])
+        samples = alone[gpu, which] if len(alone[gpu, which]) >= ENOUGH else alone["all", which]
+        if len(samples) >= ENOUGH:
+            lost[gpu] += sum(times) - len(times) * statistics.median(samples)
     return {gpu: ms / STEPS for gpu, ms in lost.items()}
 
 
@@ -205,9 +216,11 @@ def check(arguments: argparse.Namespace) -> int:
 
     rows, worst = [], 0.0
     for folder in arguments.folders:
-        found, gpus = measure(recording.load(folder)), events(folder)
-        text = folder / "step.hlo"
-        lost = slowed_down(gpus, kinds(text.read_text()) if text.exists() else {})
+        found, text = measure(recording.load(folder)), folder / "step.hlo"
+        kind = kinds(text.read_text()) if text.exists() else {}
+        gpus = events(folder, kind)
+        equal = {name: key for name in kind if (key := _key(found, name))}
+        lost = slowed_down(gpus, kind | equal)
         for gpu in found.gpus:
             independent = counted(gpus[gpu.gpu]) | {"slow_down_ms": lost.get(gpu.gpu, 0.0)}
             for name in FIELDS:
@@ -220,6 +233,14 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=0))
     return int(worst > 0.01)
+
+
+def _key(found: Any, name: str) -> str:
+    """The profile key of an instruction of a `Measurement`; "" if it has none."""
+    from dhelix.passes.evaluation.operator_keys import key_of
+
+    instruction = found.program_facts.instructions.get(name)
+    return "" if instruction is None else str(key_of(instruction) or "")
 
 
 def main() -> int:

@@ -155,12 +155,14 @@ def measure(
     collectives, met = collectives_of(runs, program, max(steps, 1), kinds.__getitem__, predicted)
     waited, delays = waits_of(met)
     computing = [[(kinds[name], run) for name, run in of_gpu.computing] for of_gpu in runs]
-    known = disturbance.alone(itertools.chain.from_iterable(computing))
+    everywhere = disturbance.alone(itertools.chain.from_iterable(computing))
     gpus = []
     for of_gpu, executions in zip(runs, computing, strict=True):
         by_stream: dict[str, list[tuple[Hashable, Execution]]] = defaultdict(list)
         for kind, run in executions:
             by_stream[run.stream].append((kind, run))
+        # An operator whose time depends on the data, such as a scatter, takes longer on one GPU than on another.
+        known = everywhere | disturbance.alone(executions)
         lost = {name: disturbance.slow_down(on, of_gpu.communication, known) for name, on in by_stream.items()}
         number = of_gpu.gpu.number
         gpus.append(_gpu(of_gpu, lost, max(of_gpu.steps, 1), waited.get(number, 0.0), delays.get(number, 0.0)))

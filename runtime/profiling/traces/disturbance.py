@@ -8,7 +8,8 @@ execution takes beyond this time is slow-down:
     overlapping  ██████████               12.5 ms, beside an all-gather: slowed down by 2.5 ms
 
 Equal operators have the same profile key (`passes/evaluation/operator_keys.py`), or, without the program, the same
-instruction. An operator that never runs alone has no known time. The result says for how much time this holds.
+instruction. The median is that of the same GPU if enough executions ran alone there, else of all GPUs. An operator that
+never runs alone has no known time. The result says for how much time this holds.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def alone(executions: Iterable[tuple[Hashable, Execution]]) -> dict[Hashable, fl
     """The seconds that each kind of operator takes alone. A kind with fewer than ENOUGH such executions has none.
 
     Args:
-      executions: a kind and an execution each, of all GPUs of one type.
+      executions: a kind and an execution each, of one GPU, or of all GPUs of one type.
     """
     samples: dict[Hashable, list[float]] = defaultdict(list)
     for kind, execution in executions:
