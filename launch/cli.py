@@ -3,10 +3,11 @@
     flags.py      USAGE: str, which `dhelix <command> --help` prints above the flags
                   define_flags(values: flags.FlagValues) -> None, which defines flags on `values`, not on absl's FLAGS
                   split(values, arguments) -> (own arguments, a program with its arguments), if it runs one
+                  check(values, arguments) -> None, if a wrong path can be told at once; raises DhelixError
     command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None, with the positional `arguments`
 
 Both modules are imported only when their command is called. `flags.py` is imported first, so `--help` and the error
-about a mistyped flag need no JAX. To add a command, make the folder and add a line to COMMANDS.
+about a mistyped flag or path need no JAX. To add a command, make the folder and add a line to COMMANDS.
 """
 
 from __future__ import annotations
@@ -101,7 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not COMMANDS[name].needs_device and COMMANDS[name].device_flag not in rest:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before importing jax: do not search for accelerators
     folder = COMMANDS[name].folder or name
-    values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{folder}.flags"), rest)
+    defined = importlib.import_module(f"dhelix.launch.{folder}.flags")
+    values, positional = _parse(name, defined, rest)
+    if hasattr(defined, "check"):  # before the imports of the command, which take seconds
+        try:
+            defined.check(values, positional)
+        except DhelixError as error:
+            _fail(_one_line(error), name)
     try:
         module = importlib.import_module(f"dhelix.launch.{folder}.command")
     except ModuleNotFoundError as error:

@@ -47,13 +47,10 @@ def _names(paths: Sequence[str]) -> list[str]:
 def run(values: flags.FlagValues, arguments: list[str]) -> None:
     """Runs `dhelix inspect`: inspects one dump or two, and prints and writes the results.
 
+    `flags.check` has checked the paths.
+
     Raises DhelixError if the command fails.
     """
-    if len(arguments) != 1:
-        raise DhelixError(
-            "give one dump to inspect (a file or folder of --xla_dump_to) or one profiler trace, and a second one with "
-            "--compare"
-        )
     paths = [path for path in (arguments[0], values.compare) if path is not None]
     if len(values.titles) > len(paths):
         raise DhelixError(f"--titles has {len(values.titles)} titles for {len(paths)} dump(s): give one for each dump")
@@ -77,6 +74,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> None:
 def _inspect_dumps(values: flags.FlagValues, paths: Sequence[str], titles: Sequence[str], show: Sequence[str]) -> None:
     if values.program:
         raise DhelixError("--program chooses a program of a trace, and this is a dump")
+    if values.gpu is not None:
+        raise DhelixError(
+            "--gpu chooses a GPU of a trace, and this is a dump; for which GPU times count, use --hardware"
+        )
     found = [
         inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
         for path, title in zip(paths, titles, strict=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from absl import flags
 
-from dhelix.launch.defaults import DEFAULT_GPU, define_inter_bandwidth
+from dhelix.errors import DhelixError
+from dhelix.launch.defaults import DEFAULT_GPU, check_given, check_writable, define_inter_bandwidth
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles.profile import SETTINGS
 
@@ -40,6 +41,11 @@ def define_flags(values: flags.FlagValues) -> None:
         "program to look at in a trace (default: the longest)",
         flag_values=values,
     )
+    words = (
+        "number of the GPU of a trace whose critical path, streams, pauses and picture are shown (default: the one "
+        "with the longest steps; for pauses, the one that is idle longest)"
+    )
+    flags.DEFINE_integer("gpu", None, words, lower_bound=0, flag_values=values)
     flags.DEFINE_enum(
         "hardware",
         None,
@@ -74,3 +80,16 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_integer("top", 12, "largest number of rows in a table", lower_bound=1, flag_values=values)
+
+
+def check(values: flags.FlagValues, arguments: list[str]) -> None:
+    """Raises DhelixError if there is not one dump or trace, a path does not exist, or a file cannot be written."""
+    if len(arguments) != 1:
+        raise DhelixError(
+            "give one dump to inspect (a file or folder of --xla_dump_to) or one profiler trace, and a second one with "
+            "--compare"
+        )
+    check_given(
+        (arguments[0], values.compare), "a file or folder of --xla_dump_to, or a profiler trace (jax.profiler.trace)"
+    )
+    check_writable((values.png, values.perfetto, values.html))

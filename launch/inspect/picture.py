@@ -45,7 +45,7 @@ def _bars(inspection: Inspection) -> Iterator[Bar]:
 
 def _windows(timeline: Timeline, parts: Mapping[str, str]) -> Iterator[Window]:
     for start, body, runs in loops_to_look_at(timeline):
-        title = f"one of {runs:,} iterations{_what_runs(body, parts)}: {1e3 * body.seconds:.2f} ms"
+        title = f"one of {runs:,} iterations{_what_runs(body, parts)}: {1e3 * body.seconds:,.3f} ms"
         yield Window(1e3 * start, 1e3 * (start + body.seconds), title)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -145,18 +146,8 @@ def _totals(found: Sequence[Inspection]) -> Table:
         ("  with the host's memory", [i.host_ms or None for i in found]),
         ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found]),
     ]
-    sizes: list[tuple[str, list[float | None]]] = [
-        ("memory: arguments", [i.memory and i.memory.arguments for i in found]),
-        ("memory: outputs", [i.memory and i.memory.outputs for i in found]),
-        ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found]),
-        ("memory: temporaries", [i.memory and i.memory.temporaries for i in found]),
-        ("memory: in the host's memory", [i.memory and i.memory.host for i in found]),
-        ("memory: peak", [i.memory and i.memory.peak for i in found]),
-    ]
     of_step = _time_unit(found)
-    if not any(i.memory for i in found):
-        sizes = [("memory", [None for _ in found])]
-    rows = [(*row, of_step) for row in times] + [(*row, size_unit(row[1])) for row in sizes]
+    rows = [(*row, of_step) for row in times] + [(*row, size_unit(row[1])) for row in _memory(found)]
     for name, numbers, unit in rows:
         shown = ["-" if n is None else unit.text(n) for n in numbers]
         if two:
@@ -166,7 +157,27 @@ def _totals(found: Sequence[Inspection]) -> Table:
             else:
                 shown.append(f"{after / before:.2f} x")
         table.add_row(name, *shown, style="bold" if name in ("step", "  exposed", "memory: peak") else "")
+    if not all(i.memory for i in found):
+        table.caption = "Memory is estimated from the schedule, because XLA's buffer assignment is missing."
     return table
+
+
+def _memory(found: Sequence[Inspection]) -> list[tuple[str, list[float | None]]]:
+    """Rows of bytes: as XLA says, and estimates of the steps of which XLA says nothing."""
+    told: list[tuple[str, list[float | None]]] = [
+        ("memory: arguments", [i.memory and i.memory.arguments for i in found]),
+        ("memory: outputs", [i.memory and i.memory.outputs for i in found]),
+        ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found]),
+        ("memory: temporaries", [i.memory and i.memory.temporaries for i in found]),
+        ("memory: in the host's memory", [i.memory and i.memory.host for i in found]),
+        ("memory: peak", [i.memory and i.memory.peak for i in found]),
+    ]
+    living = [None if i.memory else i.answers.memory for i in found]
+    estimated: list[tuple[str, list[float | None]]] = [
+        ("memory: arguments, estimated", [one and one.arguments for one in living]),
+        ("memory: peak, estimated", [one and one.peak.bytes for one in living]),
+    ]
+    return [row for row in told + estimated if any(number is not None for number in row[1])]
 
 
 def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
@@ -255,8 +266,9 @@ def under_text(found: Iterable[Under], unit: Unit) -> str:
     for under in found:
         kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
     longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
-    parts = [(what, ms / unit.size) for what, ms in longest]
-    return ", ".join(f"{what} {time:.2f}" for what, time in parts if time >= 0.005) or "nothing"
+    fine = replace(unit, digits=max(unit.digits, 2))  # a single run takes less than a step
+    parts = [(what, fine.number(ms)) for what, ms in longest]
+    return ", ".join(f"{what} {time}" for what, time in parts if time != fine.number(0.0)) or "nothing"
 
 
 def _copies(inspection: Inspection, name: str, top: int) -> Table:

@@ -6,7 +6,7 @@ import functools
 
 from absl import flags
 
-from dhelix.launch.defaults import DEFAULT_GPU, define_inter_bandwidth
+from dhelix.launch.defaults import DEFAULT_GPU, check_given, check_writable, define_inter_bandwidth
 from dhelix.launch.train import step_flags
 from dhelix.profiles import hardware
 from dhelix.profiles.profile import SETTINGS
@@ -57,3 +57,11 @@ def define_flags(values: flags.FlagValues) -> None:
     text("picture", None, "draw the pairing to this PNG file")
     flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
     number("top", 12, "largest number of rows in a table")
+
+
+def check(values: flags.FlagValues, arguments: list[str]) -> None:
+    """Raises DhelixError if a path does not exist, or a file cannot be written."""
+    if not values.preset:  # with a dump and a preset, the dump is the mistake
+        check_given(arguments[:1], "a plan that exists" if values.trace else "a dump that exists, or --preset NAME")
+    check_given([values.trace], "a folder of jax.profiler.trace")
+    check_writable((values.out, values.picture))

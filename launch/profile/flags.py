@@ -6,7 +6,7 @@ import functools
 
 from absl import flags
 
-from dhelix.launch.defaults import DEFAULT_GPU
+from dhelix.launch.defaults import DEFAULT_GPU, check_given, check_writable
 from dhelix.launch.train import step_flags
 from dhelix.profiles import hardware
 from dhelix.profiles.profile import SETTINGS
@@ -69,3 +69,10 @@ def define_flags(values: flags.FlagValues) -> None:
     text(
         "perf_table", None, "write the first setting's collectives to this file, as XLA's collective performance table"
     )
+
+
+def check(values: flags.FlagValues, arguments: list[str]) -> None:
+    """Raises DhelixError if a path does not exist, or a file cannot be written."""
+    check_given(arguments[:1], "a dump that exists, or --preset NAME")
+    check_given([values.compare], "a profile that exists")
+    check_writable((values.heat_map, values.pgle, values.perf_table))

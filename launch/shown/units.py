@@ -28,18 +28,20 @@ class Unit:
         return f"{self.number(value)} {self.name}"
 
 
-_TIMES = (Unit("ms", 1.0, 1), Unit("µs", 1e-3, 1))
+_MICROSECONDS = Unit("µs", 1e-3, 1)
 _SIZES = (Unit("GiB", 2.0**30, 2), Unit("MiB", 2.0**20, 1), Unit("KiB", 2.0**10, 1), Unit("B", 1.0, 0))
 
 
 def time_unit(milliseconds: Iterable[float | None]) -> Unit:
-    """The unit that suits the largest of these times. None is ignored."""
-    return _unit(_TIMES, milliseconds)
+    """The unit that suits the largest of these times, with digits for a thousandth of it. None is ignored."""
+    largest = _largest(milliseconds)
+    return Unit("ms", 1.0, 1 if largest >= 100 else 2 if largest >= 10 else 3) if largest >= 1 else _MICROSECONDS
 
 
 def size_unit(sizes: Iterable[float | None]) -> Unit:
     """The unit that suits the largest of these numbers of bytes. None is ignored."""
-    return _unit(_SIZES, sizes)
+    largest = _largest(sizes)
+    return next((unit for unit in _SIZES if largest >= unit.size), _SIZES[-1])
 
 
 def time_text(seconds: float) -> str:
@@ -49,6 +51,5 @@ def time_text(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"
 
 
-def _unit(units: tuple[Unit, ...], values: Iterable[float | None]) -> Unit:
-    largest = max((value for value in values if value is not None), default=0.0)
-    return next((unit for unit in units if largest >= unit.size), units[-1])
+def _largest(values: Iterable[float | None]) -> float:
+    return max((value for value in values if value is not None), default=0.0)

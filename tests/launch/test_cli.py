@@ -57,7 +57,7 @@ def test_versions_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("dhelix ")
 
 
-def test_help_and_wrong_flags_import_no_jax() -> None:
+def test_help_wrong_flags_and_wrong_paths_import_no_jax() -> None:
     """Importing jax is slow, so help and errors must not wait for it."""
     text = (
         "import sys\n"
@@ -68,6 +68,11 @@ def test_help_and_wrong_flags_import_no_jax() -> None:
         "            cli.main([name, flag])\n"
         "        except SystemExit as stopped:\n"
         "            assert stopped.code == (0 if flag == '--help' else 2), (name, flag)\n"
+        "for name in ('inspect', 'plan', 'profile'):\n"
+        "    try:\n"
+        "        cli.main([name, '/nonexistent'])\n"
+        "    except SystemExit as stopped:\n"
+        "        assert stopped.code == 1, name\n"
         "sys.exit('jax' in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)

@@ -21,6 +21,7 @@ from dhelix.passes.evaluation.roofline_costs import Lane
 PAUSE = ""
 """The name of pauses between kernels on the path."""
 _SAME = 1e-9  # seconds; ends that differ by less are equal
+_Path = tuple[dict[str, float], dict[str, int]]  # seconds and executions of each instruction
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,22 @@ def critical_path(timeline: Timeline, pause: float) -> tuple[OnPath, ...]:
     Args:
       pause: seconds for which compute pauses before a kernel without waiting for a collective.
     """
-    seconds: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    _follow(timeline, pause, 1, seconds, counts)
+    seconds, counts = _follow(timeline, pause, {})
     found = (OnPath(name, counts[name], 1e3 * total) for name, total in seconds.items() if total > 0.0)
     return tuple(sorted(found, key=lambda one: (-one.ms, one.instruction)))
 
 
-def _follow(timeline: Timeline, pause: float, runs: int, seconds: dict[str, float], counts: dict[str, int]) -> None:
-    """Adds the path through one run of a timeline, `runs` times."""
+def _follow(timeline: Timeline, pause: float, known: dict[int, _Path]) -> _Path:
+    """The path through one run of a timeline.
+
+    Args:
+      known: paths that were already followed, by the timelines' identities. Nests of calls share timelines, and to
+        follow each call anew would take time exponential in their depth.
+    """
+    if id(timeline) in known:
+        return known[id(timeline)]
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
     busy = sorted((i for i in timeline.intervals if i.end > i.start), key=lambda i: (i.end, i.lane is Lane.COMPUTE))
     compute = [i for i in busy if i.lane is Lane.COMPUTE]
     # By identity: to hash an interval means to hash the whole timeline of its body.
@@ -62,11 +70,17 @@ def _follow(timeline: Timeline, pause: float, runs: int, seconds: dict[str, floa
             if number < 0:
                 break
             interval = busy[number]
-        seconds[PAUSE] += runs * max(0.0, at - interval.end)
+        seconds[PAUSE] += max(0.0, at - interval.end)
         if interval.body is None:
-            seconds[interval.instruction] += runs * (min(at, interval.end) - interval.start)
-            counts[interval.instruction] += runs
+            seconds[interval.instruction] += min(at, interval.end) - interval.start
+            counts[interval.instruction] += 1
         else:
-            _follow(interval.body, pause, runs * interval.count, seconds, counts)
+            inside = _follow(interval.body, pause, known)
+            for name, taken in inside[0].items():
+                seconds[name] += interval.count * taken
+            for name, runs in inside[1].items():
+                counts[name] += interval.count * runs
         at = interval.start
-    seconds[PAUSE] += runs * max(0.0, at)
+    seconds[PAUSE] += max(0.0, at)
+    known[id(timeline)] = seconds, counts
+    return seconds, counts

@@ -23,12 +23,13 @@ from typing import Any
 from jaxlib import version
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect.reading import bounds, hlo_text, repairs
+from dhelix.launch.inspect.reading import bounds, hlo_text, refusals, repairs
 from dhelix.launch.inspect.reading.parser_process import PARSER, ParserStopped
 from dhelix.passes.hlo import HloModule, verify
 
 _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
+_AGAIN = "dump or copy it again"
 _GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
 _ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
 _ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # old dumps also have the address
@@ -96,7 +97,8 @@ def read_file(file: Path) -> Dump:
             verify(module)
             bounds.check(module)
         except DhelixError as error:
-            raise DhelixError(f"{file} is not a valid module: {error}; dump or copy it again") from None
+            why = refusals.of_verified(str(error), _AGAIN)
+            raise DhelixError(f"{file} is not a valid module: {why}") from None
         _make_printable(module)
         return Dump(file, module, tuple(notes))
 
@@ -150,10 +152,7 @@ def blaming_module(what: str, module: Callable[[], bytes]) -> Iterator[None]:
         doubt = PARSER.doubt(module())
         if not doubt:
             raise
-        raise DhelixError(
-            f"{what}: jaxlib {version.__version__} rejects it ({doubt}). It is damaged, or another version wrote it; "
-            "dump or copy it again"
-        ) from error
+        raise DhelixError(f"{what}: {refusals.of_module(doubt, _AGAIN)}") from error
 
 
 def find_module(path: str | Path) -> Path:
@@ -252,15 +251,15 @@ def _parsed(file: Path, text: str) -> tuple[repairs.Repaired, list[str]]:
         raise DhelixError(f"{file} {error}; {_GIVE}") from None
     chosen, notes = hlo_text.choose(modules)
     if not chosen.is_whole:
-        raise DhelixError(
-            f"{file} is cut short: the text ends in line {chosen.last_line}, inside the module; dump or copy it again"
-        )
+        raise DhelixError(f"{file} is cut short: the text ends in line {chosen.last_line}, inside the module; {_AGAIN}")
     try:
         return repairs.read(chosen.text), notes
     except ParserStopped as error:
-        raise DhelixError(f"{file} is no module that XLA's parser reads ({error}); {_instead(file)}") from None
+        why = refusals.of_stopped(str(error), _instead(file))
+        raise DhelixError(f"{file} is not a valid module: {why}") from None
     except DhelixError as error:
-        raise DhelixError(f"{file} {_why_unreadable(str(error), chosen.line)}; {_instead(file)}") from None
+        why = refusals.of_text(chosen.text, str(error), chosen.line, _instead(file))
+        raise DhelixError(f"{file} {why}") from None
 
 
 def _content(file: Path) -> bytes:
@@ -283,17 +282,6 @@ def _text(data: bytes) -> str | None:
     if data.startswith(_UTF16):
         return data.decode("utf-16", errors="replace")
     return None if _BINARY.search(data) else data.decode("utf-8-sig", errors="replace")
-
-
-def _why_unreadable(error: str, first_line: int) -> str:
-    """The parser's error in one sentence. XLA's message has several lines, but only the first line helps a user."""
-    found = re.search(r"was parsing (\d+):\d+: error: (.*)", error)
-    where = f"line {first_line + int(found[1]) - 1}" if found else "some line"
-    reason = f" ({found[2].partition('. Allowed attributes')[0]})" if found else ""
-    return (
-        f"is HLO text that jaxlib {version.__version__} cannot read from {where} on{reason}: it is damaged, or another"
-        " version wrote it"
-    )
 
 
 def _instead(file: Path) -> str:

@@ -47,7 +47,7 @@ def run(values: flags.FlagValues, paths: Sequence[str], titles: Sequence[str], s
         recorded = recording.load(path, values.program)
         with dumps.blaming_module(f"the program in {path} is not valid", partial(_program, recorded)):
             predicted, notes, hardware = _predicted(recorded, values)
-            found.append(measure(recorded, predicted, notes, hardware))
+            found.append(measure(recorded, predicted, notes, hardware, values.gpu))
     if values.png or values.perfetto or values.html:
         pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=True)]
         if values.png:
@@ -67,7 +67,7 @@ def _program(recorded: Recording) -> bytes:
 
 
 def _save_html(found: Sequence[Measurement], pictures: Sequence[Picture], path: str, title: str) -> None:
-    headlines = [headline(measured) for measured in found]
+    headlines = [line for measured in found for line in (headline(measured), measured.says_which()) if line]
     if len(found) == 2:
         headlines.append(comparison(found))
     notes = [f"{measured.source}: {note}" for measured in found for note in measured.notes]

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dhelix.errors import DhelixError
 from dhelix.launch.inspect.answers.critical_path import OnPath
 from dhelix.launch.inspect.answers.operations import Operation, Utilization, operations, utilization
 from dhelix.launch.inspect.inspection import Inspection
@@ -97,6 +98,7 @@ class Measurement:
       operations: what computes, as means over the GPUs, longest first; empty if the program is unknown.
       utilization: how well the GPUs' arithmetic is used; None if the program or the GPU is unknown.
       clock_offsets_ms: how far each host's clock is ahead of the first one's; its times are shifted by this.
+      chosen: number of the GPU whose path, streams and pauses are shown; None if the user has chosen none.
       predicted: the estimate for the program in the trace; None if there is none.
       runs, program_facts: all executions, and what is known of their instructions, for pictures; not in the JSON.
     """
@@ -111,6 +113,7 @@ class Measurement:
     utilization: Utilization | None
     clock_offsets_ms: Mapping[str, float]
     notes: tuple[str, ...]
+    chosen: int | None = None
     predicted: Inspection | None = dataclasses.field(default=None, repr=False)
     runs: tuple[GpuRuns, ...] = dataclasses.field(default=(), repr=False, compare=False)
     program_facts: Program = dataclasses.field(default=NO_PROGRAM, repr=False, compare=False)
@@ -123,10 +126,29 @@ class Measurement:
     def slowest(self) -> MeasuredGpu:
         return max(self.gpus, key=lambda gpu: gpu.step_ms)
 
+    @property
+    def shown(self) -> MeasuredGpu:
+        """The GPU that pictures and tables of a single GPU show: the chosen one, or the one with the longest steps."""
+        return self.slowest if self.chosen is None else next(gpu for gpu in self.gpus if gpu.gpu == self.chosen)
+
+    @property
+    def shown_for_pauses(self) -> MeasuredGpu:
+        """Like `shown`. But if none is chosen, it is the GPU that is idle longest."""
+        return max(self.gpus, key=lambda gpu: gpu.idle_ms) if self.chosen is None else self.shown
+
+    def says_which(self) -> str:
+        """A sentence on which GPU is shown and why; "" if there is only one."""
+        if len(self.gpus) == 1:
+            return ""
+        which = f"GPU {self.shown.gpu} of {self.shown.host}"
+        why = "--gpu chooses it" if self.chosen is not None else "its steps are longest; --gpu chooses another one"
+        return f"Picture, critical path and streams are of {which}: {why}."
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the runs, as JSON values."""
         fields = dataclasses.asdict(replace(self, runs=(), predicted=None, program_facts=NO_PROGRAM))
-        del fields["runs"], fields["program_facts"]
+        del fields["runs"], fields["program_facts"], fields["chosen"]
+        fields["shown_gpu"] = self.shown.gpu
         fields["predicted"] = self.predicted.to_dict() if self.predicted else None
         if self.utilization is not None:
             fields["utilization"] |= {"mfu": self.utilization.mfu, "hfu": self.utilization.hfu}
@@ -138,6 +160,7 @@ def measure(
     predicted: Inspection | None = None,
     notes: Sequence[str] = (),
     hardware: Hardware | None = None,
+    chosen: int | None = None,
 ) -> Measurement:
     """Measures a recording.
 
@@ -145,7 +168,12 @@ def measure(
       predicted: an estimate for the recording's program, which is shown beside the measured times.
       notes: sentences on this estimate.
       hardware: the GPUs that ran; None if dhelix does not know them.
+      chosen: number of the GPU to show; default: the one with the longest steps.
+
+    Raises:
+      DhelixError: the recording lacks the GPU `chosen`.
     """
+    _check_chosen(recording, chosen)
     program = Program.of(recording.module)
     runs = [GpuRuns.of_gpu(gpu, recording.module, recording.collectives) for gpu in recording.gpus]
     offsets = _clock_offsets(runs, program)
@@ -179,10 +207,18 @@ def measure(
         utilization=utilization(ran, hardware, step_ms) if hardware is not None and ran else None,
         clock_offsets_ms={host: 1e3 * seconds for host, seconds in offsets.items()},
         notes=(*recording.notes, *_notes(recording, runs, offsets), *notes),
+        chosen=chosen,
         predicted=predicted,
         runs=tuple(runs),
         program_facts=program,
     )
+
+
+def _check_chosen(recording: Recording, chosen: int | None) -> None:
+    last = len(recording.gpus) - 1
+    if chosen is not None and chosen > last:
+        has = f"its GPUs are 0 to {last}, counted over all hosts" if last else "its only GPU is 0"
+        raise DhelixError(f"{recording.source} has no GPU {chosen} that ran {recording.program}: {has}")
 
 
 def _operations(runs: Sequence[GpuRuns], program: Program, hardware: Hardware | None) -> tuple[Operation, ...]:

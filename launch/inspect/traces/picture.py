@@ -18,12 +18,12 @@ _LONGEST = 0.2  # and at most this fraction of the step
 
 
 def of(measured: Measurement, title: str = "") -> Picture:
-    """One step (`GpuRuns.step`) of the GPU with the longest steps."""
-    runs = next(of_gpu for of_gpu in measured.runs if of_gpu.gpu.number == measured.slowest.gpu)
+    """One step (`GpuRuns.step`) of the GPU that is shown."""
+    runs = next(of_gpu for of_gpu in measured.runs if of_gpu.gpu.number == measured.shown.gpu)
     begin, end = runs.step
     bars = tuple(sorted(_bars(runs, measured.program_facts, begin, end), key=lambda bar: (bar.start, bar.end)))
     where = f"GPU {runs.gpu.number}" + (f" of {runs.gpu.host}" if len(measured.hosts) > 1 else "")
-    gpu, begins = measured.slowest, "a step takes" if measured.steps else "the trace lasts"
+    gpu, begins = measured.shown, "a step takes" if measured.steps else "the trace lasts"
     summary = f"{where}: {outcome(begins, 'measured', gpu.step_ms, gpu.communication_ms, gpu.hidden_ms)}"
     return Picture(title or fingerprint.unmark(measured.program), summary, bars, tuple(_windows(measured, bars)))
 
@@ -49,4 +49,4 @@ def _windows(measured: Measurement, bars: tuple[Bar, ...]) -> Iterator[Window]:
     bar, length = found[len(found) // 2], max(each.end for each in bars)
     width = min(_AROUND * (bar.end - bar.start), _LONGEST * length)
     start = max(0.0, min((bar.start + bar.end - width) / 2, length - width))
-    yield Window(start, start + width, f"around {worst}, the most exposed collective: {width:.2f} ms")
+    yield Window(start, start + width, f"around {worst}, the most exposed collective: {width:,.3f} ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,6 @@ from dhelix.launch.inspect.traces.collectives import MeasuredCollective, median_
 from dhelix.launch.inspect.traces.measurement import MeasuredGpu, Measurement
 from dhelix.launch.shown.units import Unit, size_unit, time_unit
 from dhelix.passes.framework.gain import Gain
-from dhelix.runtime.profiling.traces.idle import Pauses
 
 _ROWS = (
     ("step", "step_ms"),
@@ -51,6 +51,8 @@ def print_tables(
         for note in measured.notes:
             console.print(f"  {note}", style="yellow")
         console.print(headline(measured), soft_wrap=True)
+        if which := measured.says_which():
+            console.print(which, soft_wrap=True)
     if len(found) == 2:
         console.print(comparison(found), style="bold")
     for table in tables(found, top, show):
@@ -103,10 +105,10 @@ def tables(found: Sequence[Measurement], top: int, show: Sequence[str] = TABLES)
             yield _gpus(measured, name, unit, top)
         if "collectives" in show:
             yield _collectives(measured, name, unit, top) if measured.collectives else f"No collectives{name}."
-        if "path" in show and measured.slowest.path:
-            path, program = measured.slowest.path, measured.program_facts
+        if "path" in show and measured.shown.path:
+            path, program = measured.shown.path, measured.program_facts
             words = {one.instruction: program.describe(one.instruction) for one in path if one.instruction}
-            of = f" of a step of {unit.text(sum(one.ms for one in path))} on GPU {measured.slowest.gpu}{name}"
+            of = f" of a step of {unit.text(sum(one.ms for one in path))} on GPU {measured.shown.gpu}{name}"
             yield answers.on_critical_path(path, words, top, of)
         if "memory" in show and measured.predicted is not None:
             yield answers.memory_at_peak(measured.predicted.answers.memory, top, f" (from the program){name}")
@@ -238,7 +240,7 @@ def _listed(gpus: Sequence[int]) -> str:
 
 
 def _streams(measured: Measurement, name: str, unit: Unit) -> Table:
-    gpu = measured.slowest
+    gpu = measured.shown
     table = Table(title=f"Streams of GPU {gpu.gpu}{name}", title_justify="left", title_style="bold")
     table.add_column("stream", overflow="fold")
     for column in ("compute", "lost beside collectives", "communication", "hidden", "exposed"):
@@ -250,21 +252,19 @@ def _streams(measured: Measurement, name: str, unit: Unit) -> Table:
 
 
 def _pauses(measured: Measurement, name: str, unit: Unit) -> Table:
-    """When nothing runs, by cause, on the GPU that pauses longest."""
-    gpu = max(measured.gpus, key=lambda gpu: gpu.idle_ms)
+    """When nothing runs on a GPU, by cause."""
+    gpu = measured.shown_for_pauses
     title = f"Nothing runs on GPU {gpu.gpu}{name}, most time first"
+    fine = replace(unit, digits=3) if unit.size == 1.0 else unit  # pauses of a long step also take microseconds
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("cause")
     for column in ("time in one step" if measured.steps else "time", "pauses in the trace", "longest"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("after the longest came", overflow="fold")
     for cause, found in gpu.pauses.items():
-        table.add_row(cause, unit.text(found.ms), f"{found.count:,}", *_longest(found))
+        longest = fine.text(found.longest_ms), found.longest_before
+        table.add_row(cause, fine.text(found.ms), f"{found.count:,}", *longest)
     return table
-
-
-def _longest(found: Pauses) -> tuple[str, str]:
-    return time_unit([found.longest_ms]).text(found.longest_ms), found.longest_before
 
 
 def _collectives_of_both(found: Sequence[Measurement], top: int) -> Table:

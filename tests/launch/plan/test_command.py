@@ -333,8 +333,8 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
     [
         ((), "give one step"),
         (("a", "--preset=llama-8b"), "give one step"),
-        (("missing",), "there is no file or folder missing"),
-        (("plan.json",), "there is no file or folder plan.json"),
+        (("missing",), "missing: no such file or folder; give a dump that exists, or --preset"),
+        (("plan.json",), "plan.json: no such file or folder"),
         (("DUMP", "--memory_limit=1GiB", "--settings=default"), "does not tell the size of its arguments"),
         (("DUMP", "--memory_limit=1"), "memory_limit='1': give bytes as a number, or with a unit"),
         (("DUMP", "--schedule=xla"), "--schedule xla makes no plan; use one of dp, list"),

@@ -20,8 +20,8 @@ def test_tables_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert dhelix_inspect(folder, "--hardware=H200", "--png", tmp_path / "step.png") == 0
     out, err = capsys.readouterr()
     assert "jit_step, 4 steps on 2 GPUs" in out
-    assert "A step takes 4.6 ms, measured." in out
-    assert "GPU 1 of node-0 arrives last: others together wait 0.5 ms for it alone." in out
+    assert "A step takes 4.581 ms, measured." in out
+    assert "GPU 1 of node-0 arrives last: others together wait 0.500 ms for it alone." in out
     for title in ("One step, mean of the GPUs", "GPUs, those that", "Collectives, most exposed first", "Nothing runs"):
         assert title in out
     assert "all-gather-start.1" in out
@@ -58,11 +58,39 @@ def test_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dhelix_inspect(simulated_job.record(tmp_path, (0.0, 250.0)), "--show=all") == 0
     out = capsys.readouterr().out
     for title in (
-        "Critical path of a step of 5.0 ms on GPU 0",
+        "Critical path of a step of 5.000 ms on GPU 0",
         "Memory (from the program) at its peak",
         "Streams of GPU 0",
     ):
         assert title in out
+
+
+def test_another_gpu_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the flag, GPU 0 is shown: its steps are as long as the others', or longer."""
+    folder = simulated_job.record(tmp_path / "trace", (0.0, 0.0, 0.0, 250.0), hosts={"node-0": 0.0, "node-1": 0.0})
+    tables = "--show=path", "--show=streams", "--show=pauses"
+    assert dhelix_inspect(folder, *tables) == 0
+    out = capsys.readouterr().out
+    assert "Picture, critical path and streams are of GPU 0 of node-0: its steps are longest" in out
+    assert dhelix_inspect(folder, *tables, "--gpu=3", "--html", tmp_path / "step.html") == 0
+    out = capsys.readouterr().out
+    assert "Picture, critical path and streams are of GPU 3 of node-1: --gpu chooses it." in out
+    for title in ("Critical path of a step of 5.000 ms on GPU 3", "Streams of GPU 3", "Nothing runs on GPU 3"):
+        assert title in out
+    assert "GPU 3 of node-1: a step takes" in (tmp_path / "step.html").read_text()
+    assert dhelix_inspect(folder, "--json", "--gpu=3") == 0
+    assert json.loads(capsys.readouterr().out)["measurement"]["shown_gpu"] == 3
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [((0.0, 0.0), "has no GPU 2 that ran jit_step: its GPUs are 0 to 1"), ((0.0,), "its only GPU is 0")],
+)
+def test_a_gpu_that_the_trace_lacks(
+    late: tuple[float, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dhelix_inspect(simulated_job.record(tmp_path, late), "--gpu=2") == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_table_that_traces_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
