@@ -219,7 +219,8 @@ def check(arguments: argparse.Namespace) -> int:
         found, text = measure(recording.load(folder)), folder / "step.hlo"
         kind = kinds(text.read_text()) if text.exists() else {}
         gpus = events(folder, kind)
-        equal = {name: key for name in kind if (key := _key(found, name))}
+        ran = {e["name"] for of_gpu in gpus.values() for e in of_gpu}
+        equal = {name: key for name in sorted(ran) if (key := _key(found, name))}
         lost = slowed_down(gpus, kind | equal)
         for gpu in found.gpus:
             independent = counted(gpus[gpu.gpu]) | {"slow_down_ms": lost.get(gpu.gpu, 0.0)}
