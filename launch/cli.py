@@ -52,7 +52,11 @@ COMMANDS = {
     "shard": Command("choose over how many GPUs model states are sharded", False, "--live"),
     "simulate": Command("simulate a step on a cluster that need not exist: time, memory, what limits it", False),
     "tune": Command("tune how NCCL runs each collective of a train step, on this machine's GPUs"),
-    "flags": Command("environment variables and flags for a job, and what is wrong with those it has", False),
+    "flags": Command(
+        "environment variables and flags for a job, and what is wrong with those it has",
+        False,
+        folder="hosts.variables",
+    ),
     "inspect": Command(
         "show what hides each collective of a compiled step, and what stays exposed", needs_device=False
     ),

@@ -20,7 +20,7 @@ LAYERS = {*ORDER, "models"}
 # The same rule holds for the folders of `passes`. `pipeline_fold` may import only itself.
 PASSES = (
     "hlo", "analysis", "framework", "strands", "evaluation", "ordering", "communication", "sharding", "tuning",
-    "plans",
+    "plans", "simulation",
 )  # fmt: skip
 
 

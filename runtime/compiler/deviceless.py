@@ -37,7 +37,7 @@ from jax.sharding import AxisType, Mesh
 from dhelix.errors import DhelixError
 from dhelix.runtime.compiler import autotune_results
 
-_TARGETS = Path(__file__).parent
+_TARGETS = Path(__file__).parent / "targets"
 _GPUS_PER_HOST = 8
 _INSTALL = "pip install 'dhelix[compile]'"
 _LOAD = "xla_gpu_load_autotune_results_from"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import pytest
 
 from dhelix.launch import cli
-from dhelix.launch.flags import checks, command
-from dhelix.launch.flags.checks import Fault
+from dhelix.launch.hosts.variables import checks, command
+from dhelix.launch.hosts.variables.checks import Fault
 from dhelix.profiles.hardware import LINKS
 from dhelix.profiles.launching import effects
 from dhelix.profiles.launching.reasons import REASONS

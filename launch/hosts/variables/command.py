@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.errors import DhelixError
-from dhelix.launch.flags import checks
+from dhelix.launch.hosts.variables import checks
 from dhelix.launch.shown.progress import say
 from dhelix.profiles.launching import effects
 from dhelix.profiles.launching.reasons import REASONS
