@@ -7,7 +7,7 @@
 Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
 cap on NCCL channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
 With --unseen, each program is predicted as if none of its keys had been measured; pipelines are then left out.
-Results of several nodes, and of variants, settings and workloads that were removed, are left out. `measured` is the
+Results of several nodes, of context and expert parallelism and of sharded states, and of variants, settings and workloads that were removed, are left out. `measured` is the
 time of consecutive steps, at the clock of a warm GPU, as users see it. A traced step, if there is one, is slightly
 shorter.
 """
@@ -99,7 +99,9 @@ def _read(file: Path) -> Run:
 def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
     """Yields setting, variant, median step time, and time of a traced step (0 if none), both in milliseconds."""
     known = pipeline_variants.VARIANTS if "stages" in run.workload else strand_variants.VARIANTS
-    if run.workload.get("unrolled") or (run.workload.get("channels") and not _costs(run.workload).is_dir()):
+    if any(run.workload.get(name) for name in ("unrolled", "cp", "ep", "states")) or (
+        run.workload.get("channels") and not _costs(run.workload).is_dir()
+    ):
         return
     for result in run.results:
         setting = strand_variants.SETTINGS.get(result.setting)
