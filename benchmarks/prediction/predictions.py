@@ -7,9 +7,9 @@
 Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
 cap on NCCL channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
 With --unseen, each program is predicted as if none of its keys had been measured; pipelines are then left out.
-Results of several nodes, of context and expert parallelism and of sharded states, and of variants, settings and workloads that were removed, are left out. `measured` is the
-time of consecutive steps, at the clock of a warm GPU, as users see it. A traced step, if there is one, is slightly
-shorter.
+Results of several nodes, of context and expert parallelism and of sharded states are left out. So are variants,
+settings and workloads that were removed. `measured` is the time of consecutive steps, at the clock of a warm GPU, as
+users see it. A traced step, if there is one, is slightly shorter.
 """
 
 from __future__ import annotations
