@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect.reading import dumps
@@ -35,7 +36,7 @@ from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import default_passes
 
-_SCHEDULES = {"intra-batch": "intra_batch", "wavelet": "dp", "strands": "dp"}
+_SCHEDULES: dict[str, Literal["dp", "intra_batch"]] = {"intra-batch": "intra_batch", "wavelet": "dp", "strands": "dp"}
 
 
 @dataclass(frozen=True)
