@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -26,22 +27,36 @@ def simulate(capsys: pytest.CaptureFixture[str]) -> Simulate:
     return run
 
 
+def _check(found: dict[str, Any]) -> None:
+    """Parts add up to the step, and the MFU is that of the model's operations on the A40's peak."""
+    for step in found["steps"]:
+        assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
+        assert step["guessed"] == pytest.approx(1.0) and 0.0 < step["mfu"] < 1.0 and step["memory"] > 1e8
+        assert step["mfu"] == pytest.approx(found["model_flops"] / (found["gpus"] * 149.7e12 * step["seconds"]))
+
+
 @pytest.mark.deviceless
-def test_systems_of_a_cluster_without_measured_times(simulate: Simulate) -> None:
-    status, text, _ = simulate(*SMALL, "--cluster=dhelix-a40", "--systems=blocking,strands", "--json")
+def test_a_cluster_without_measured_times(simulate: Simulate) -> None:
+    status, text, _ = simulate(*SMALL, "--cluster=dhelix-a40", "--systems=blocking,xla", "--json")
     found = json.loads(text)
     assert status == 0
     assert (found["gpus"], found["mesh"]["dp"], found["mesh"]["tp"]) == (8, 2, 4)
     assert found["cluster"]["nodes"] == 1 and "nothing was measured on A40" in found["measured_times"]
-    waiting, strands = found["steps"]
-    assert (waiting["system"], strands["system"]) == ("blocking", "strands")
-    for step in found["steps"]:
-        assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
-        assert step["guessed"] == 1.0 and 0.0 < step["mfu"] < 1.0 and step["memory"] > 1e8
-        flops = found["model_flops"] / (found["gpus"] * 149.7e12 * step["seconds"])
-        assert step["mfu"] == pytest.approx(flops)
+    _check(found)
+    waiting, scheduled = found["steps"]
     assert waiting["parts"]["exposed"] == pytest.approx(waiting["communication"])
-    assert strands["parts"]["exposed"] < waiting["parts"]["exposed"]
+    assert scheduled["communication"] == pytest.approx(waiting["communication"])
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_strands_hide_what_the_plain_step_waits_for(simulate: Simulate) -> None:
+    status, text, _ = simulate(*SMALL, "--cluster=dhelix-a40", "--systems=megatron,wavelet,strands", "--json")
+    found = json.loads(text)
+    assert status == 0
+    _check(found)
+    megatron, _, strands = found["steps"]
+    assert strands["parts"]["exposed"] < megatron["parts"]["exposed"]
 
 
 @pytest.mark.parametrize(
