@@ -4,8 +4,9 @@
 
 Each row is one bar of a figure: a model, a cluster, and a system against Megatron-LM. The clusters are those of
 `profiles/papers/clusters.py`. One of their constants was changed after the first comparison: the A40's bandwidth inside
-a node, from 16 to 23.5 GB/s, because TP took more of the time than the 29 % of section 6.3.1. No constant was chosen by
-the speed-ups. What the paper's text leaves open is assumed alike for all rows:
+a node, from 16 to 23.5 GB/s, because TP took more of the time than the 29 % of section 6.3.1. The order of Megatron-LM,
+TP 4, and keys of all heads were assumed after it, too. No constant was chosen by the speed-ups. What the paper's text
+leaves open is assumed alike for all rows:
 
 - TP 8 inside a node, and TP 4 for the smallest models. The paper scales TP and PP with the size of the model (section
   6.2.1), and gives them in the figures only. CP and DP between nodes, PP 1: with pipelines, the bubble is 1 of 128.

@@ -17,6 +17,7 @@ from typing import Literal
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspect.reading import dumps
+from dhelix.launch.profile.step import gpus_of_mesh
 from dhelix.launch.train import trainer
 from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.launch.train.pipelined import PipelinedTraining
@@ -77,7 +78,7 @@ def layout_of(options: trainer.Options, cluster: Cluster) -> Layout:
     """
     config = trainer.configuration(options)
     experts = config.experts if isinstance(config, MoeConfig) else 0
-    needed = options.pp * (_asked(options.mesh) or 1)
+    needed = options.pp * (gpus_of_mesh(options.mesh) or 1)
     if needed > cluster.gpus:
         nodes = math.ceil(needed / cluster.gpus_per_node)
         raise DhelixError(
@@ -90,12 +91,6 @@ def layout_of(options: trainer.Options, cluster: Cluster) -> Layout:
     if gpus % per_node:
         raise DhelixError(f"{gpus} GPUs do not fill nodes of {per_node}; change --mesh, or gpus_per_node in a file")
     return Layout(axes, cluster.with_nodes(gpus // per_node), f"1x{gpus // per_node}x{per_node}")
-
-
-def _asked(mesh: str) -> int:
-    """Number of GPUs of the axes that `--mesh` names; 0 if the text is malformed, which `mesh_axes` reports."""
-    sizes = [part.partition("=")[2] for part in filter(None, mesh.split(","))]
-    return math.prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) else 0
 
 
 def training_of(options: trainer.Options, layout: Layout, config: DecoderConfig | None = None) -> tuple[Training, int]:

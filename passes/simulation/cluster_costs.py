@@ -122,9 +122,14 @@ class SpreadCosts(Costs):
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = super().__missing__(instruction)
-        if instruction.opcode not in CONTROL_FLOW:  # loops and calls add up what is inside
+        if not self._adds_up(instruction, cost):
             cost = self[instruction] = self._spread(cost)
         return cost
+
+    def _adds_up(self, instruction: Instruction, cost: Cost) -> bool:
+        """Whether the cost is that of what is inside, which is spread already: of loops, calls and async compute."""
+        inside = instruction.opcode == "async-start" and cost.lane is Lane.COMPUTE and self.key(instruction) is None
+        return inside or instruction.opcode in CONTROL_FLOW
 
     def _spread(self, cost: Cost) -> Cost:
         if cost.lane is Lane.COMPUTE:

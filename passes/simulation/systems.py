@@ -20,23 +20,21 @@ class System:
 
     Attributes:
       words: what it does, for tables.
-      paper: which system of a paper it stands for; "" if none.
       plain: whether it compiles the plain step.
     """
 
     name: str
     words: str
-    paper: str = ""
     plain: bool = False
 
 
 _ALL = (
     System("blocking", "compute waits for every collective", plain=True),
-    System("megatron", "weight gradients beside reductions of their layer; else compute waits", "Megatron-LM"),
+    System("megatron", "weight gradients beside reductions of their layer; else compute waits"),
     System("xla", "XLA's scheduler", plain=True),
-    System("intra-batch", "one strand, reordered, and matrix products in parts", "Intra-batch (MegaScale)"),
-    System("wavelet", "two strands, operators in turn", "Wavelet+"),
-    System("strands", "two strands, operators paired by cost", "DHelix"),
+    System("intra-batch", "one strand, reordered, and matrix products in parts"),
+    System("wavelet", "two strands, operators in turn"),
+    System("strands", "two strands, operators paired by cost"),
 )
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}
 """By name, the slowest first as a rule."""

@@ -77,24 +77,19 @@ def of_json(content: Any, where: str, name: str = "cluster") -> Cluster:
         fields |= {"nodes_per_leaf": content["nodes_per_leaf"], "oversubscription": _oversubscription(content, where)}
     elif "oversubscription" in content:
         raise ClusterError(f"{where}: oversubscription is that of leaf switches; also give nodes_per_leaf")
-    constants = content.get("constants", {})
-    values, sources = _constants(constants, where)
-    fields |= {constant(key, where).field: constant(key, where).checked(key, value, where)
-               for key, value in values.items()}  # fmt: skip
-    if "sms" in fields:
-        fields["sms"] = int(fields["sms"])
-    inside = [key for key in values if key.startswith("inside_")]
-    return Cluster(
+    values, sources = _constants(content.get("constants", {}), where)
+    inside = any(key.startswith("inside_") for key in values)
+    cluster = Cluster(
         content.get("name", name),
         gpu,
         content["nodes"],
         dataclasses.replace(described, **fields),
-        _link(content, gpu, bool(inside), where),
+        _link(content, gpu, inside, where),
         content.get("inside", ""),
         content.get("between", ""),
-        sources,
-        tuple(content.get("notes", ())),
-    )
+        notes=tuple(content.get("notes", ())),
+    ).with_constants(values, where)
+    return dataclasses.replace(cluster, sources=sources)
 
 
 def _check_keys(content: Mapping[str, Any], where: str) -> None:
