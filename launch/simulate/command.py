@@ -71,7 +71,10 @@ def view_of(chosen: Mapping[str, Any], console: Console) -> SimulationView:
     deviceless.prepare_environment()
     training, batch = programs.training_of(options, layout)
     gpus = layout.cluster.gpus
-    say(console, f"Compiling {options.preset} for {gpus} GPU{'s' * (gpus > 1)}; each program takes a minute or less.")
+    say(
+        console,
+        f"Compiling {options.preset} for {gpus} GPU{'s' * (gpus > 1)}; each program takes about half a minute, and several on a slow machine.",
+    )
     with Progress(console, 0, len(compared), "simulate") as progress:
         found = list[SimulatedStep]()
         for step in simulated(training, batch, compared, model, layout.cluster):

@@ -51,7 +51,9 @@ def run(values: flags.FlagValues, paths: Sequence[str], titles: Sequence[str], s
     if values.png or values.perfetto or values.html:
         pictures = [picture.of(measured, title) for measured, title in zip(found, titles, strict=True)]
         if values.png:
-            timeline_plot.save_png(pictures, values.png, values.headline, "Measured in one step on one GPU.")
+            timeline_plot.save_png(
+                pictures, values.png, values.headline, "Measured in one step on one GPU, without the pause after it."
+            )
         if values.perfetto:
             timeline_plot.save_perfetto(pictures, values.perfetto)
         if values.html:
