@@ -70,11 +70,8 @@ def view_of(chosen: Mapping[str, Any], console: Console) -> SimulationView:
     model = ClusterCosts.of(layout.cluster, chosen["setting"], spread, profile)
     deviceless.prepare_environment()
     training, batch = programs.training_of(options, layout)
-    gpus = layout.cluster.gpus
-    say(
-        console,
-        f"Compiling {options.preset} for {gpus} GPU{'s' * (gpus > 1)}; each program takes about half a minute, and several on a slow machine.",
-    )
+    gpus, takes = layout.cluster.gpus, "each program takes about half a minute, and several on a slow machine"
+    say(console, f"Compiling {options.preset} for {gpus} GPU{'s' * (gpus > 1)}; {takes}.")
     with Progress(console, 0, len(compared), "simulate") as progress:
         found = list[SimulatedStep]()
         for step in simulated(training, batch, compared, model, layout.cluster):
