@@ -37,7 +37,7 @@ from jax.sharding import AxisType, Mesh
 from dhelix.errors import DhelixError
 from dhelix.runtime.compiler import autotune_results
 
-_TARGETS = Path(__file__).parent / "targets"
+TARGETS = Path(__file__).parent / "targets"
 _GPUS_PER_HOST = 8
 _INSTALL = "pip install 'dhelix[compile]'"
 _LOAD = "xla_gpu_load_autotune_results_from"
@@ -65,7 +65,7 @@ def prepare_environment() -> None:
 
 def targets() -> list[str]:
     """Names of the GPUs that `topology` accepts."""
-    return sorted(path.stem for path in _TARGETS.glob("*.pbtxt"))
+    return sorted(path.stem for path in TARGETS.glob("*.pbtxt"))
 
 
 def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyDescription:
@@ -84,7 +84,7 @@ def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyD
     sizes = shape.split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise DevicelessError(f"shape is slices x hosts x GPUs, for example '1x1x4', not {shape!r}")
-    path = Path(target) if "." in target or "/" in target else _TARGETS / f"{target.lower()}.pbtxt"
+    path = Path(target) if "." in target or "/" in target else TARGETS / f"{target.lower()}.pbtxt"
     if not path.is_file():
         raise DevicelessError(f"GPU {target!r} is unknown: use one of {targets()} or a path")
     return _topology(path.read_text(), shape)

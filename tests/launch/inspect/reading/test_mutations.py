@@ -105,7 +105,7 @@ def test_damage_does_no_harm(count: int, tmp_path: Path) -> None:
 
 
 BESIDE = {
-    ".gpu_target_config.pbtxt": (Path(deviceless.__file__).parent / "h200.pbtxt").read_bytes(),
+    ".gpu_target_config.pbtxt": (deviceless.TARGETS / "h200.pbtxt").read_bytes(),
     ".sm_9.0_gpu_after_optimizations-buffer-assignment.txt": b"""BufferAssignment:
 allocation 0: size 134217728, parameter 0, shape |f32[1024,8]| at ShapeIndex {0}, maybe-live-out:
  value: <1 a @0> (size=1,offset=0): f32[2]
