@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import Collective, find_collective
-from dhelix.passes.analysis.execution import places, sequence_of, trip_count
+from dhelix.passes.analysis.execution import places, sequence_of, supposed_trips
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.step_parts import kernel_of, moved
 from dhelix.passes.evaluation.transfers import Transfer, find_transfer
@@ -120,7 +120,7 @@ def _unsure(control: Instruction) -> str:
     """Why it is uncertain how often a loop or conditional runs its computations; "" if it is certain."""
     if control.opcode == "conditional":
         return f"it runs in one of {len(control.called)} branches of {control.name}"
-    if control.opcode == "while" and trip_count(control) is None:
+    if control.opcode == "while" and supposed_trips(control) is None:
         return f"the number of runs of {control.name} is unknown: it counts once"
     return ""
 
@@ -129,7 +129,7 @@ def place_notes(places: dict[Computation, Place]) -> Iterator[str]:
     """Yields sentences about loops and conditionals whose estimated times are uncertain."""
     control = [i for computation in places for i in sequence_of(computation)]
     loops = [i for i in control if i.opcode == "while"]
-    if unknown := [i.name for i in loops if trip_count(i) is None]:
+    if unknown := [i.name for i in loops if supposed_trips(i) is None]:
         yield f"the trip count of {_listed(unknown)} depends on data: each body counts once"
     if asking := [i.name for i in loops if any(map(communicates, i.called[1].instructions))]:
         yield f"the conditions of {_listed(asking)} communicate, which is not counted"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from dhelix.passes.analysis.collectives import find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
+from dhelix.passes.analysis.names import expected_trips
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.hlo.loops import proved_trip_count
@@ -58,9 +59,15 @@ def trip_count(loop: Instruction) -> int | None:
     return proved_trip_count(loop)
 
 
+def supposed_trips(loop: Instruction) -> int | None:
+    """Trip count of a `while`. If it depends on data, what its author expects (`names.expected_trips`), or None."""
+    count = trip_count(loop)
+    return expected_trips(loop) if count is None else count
+
+
 def counted_trips(control: Instruction) -> int:
     """How often a `while`, a call or a conditional runs its callees. An unknown trip count is taken as 1."""
-    count = trip_count(control) if control.opcode == "while" else 1
+    count = supposed_trips(control) if control.opcode == "while" else 1
     return 1 if count is None else count
 
 

@@ -4,6 +4,7 @@ Two strands, alpha and beta, are passes of two micro-batches that run interleave
 alpha is a backward pass, and beta is the forward pass of the next micro-batch.
 """
 
+import re
 from collections.abc import Iterable
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction
@@ -17,7 +18,20 @@ INSIDE = "inside: "  # begins the text of a merged loop that is in another one, 
 REPLICAS = "sum_over_replicas"  # a sum of parts on different devices
 FIRST, LAST = "first_layers", "last_layers"  # loops over the first and the other layers (`strand_skew`), forward
 FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"  # the same, backward
+TRIPS = "expected_trips_"  # before the number of iterations that a loop is expected to run, if they depend on data
 SKEWED = (FIRST, LAST, FIRST_BACK, LAST_BACK)
+_TRIPS = re.compile(rf"(?:^|/){TRIPS}(\d+)/while$")
+
+
+def trips_name(trips: int) -> str:
+    """A name for `jax.named_scope` around a loop that runs about `trips` iterations."""
+    return f"{TRIPS}{trips}"
+
+
+def expected_trips(loop: Instruction) -> int | None:
+    """The number of iterations that the program's author expects of a loop; None if its name does not say it."""
+    said = _TRIPS.search(loop.op_name)
+    return int(said[1]) if said else None
 
 
 def strand_loops(module: HloModule) -> list[Instruction]:

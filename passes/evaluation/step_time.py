@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dhelix.errors import DhelixError
-from dhelix.passes.analysis.execution import entered, places, sequence_of, trip_count
+from dhelix.passes.analysis.execution import entered, places, sequence_of, supposed_trips
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.transfers import transfer_key
@@ -162,7 +162,7 @@ def executed(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int
 def unknown_loops(module: HloModule, costs: Costs) -> tuple[str, ...]:
     """Names of the loops that a step runs and whose trip count is unknown."""
     loops = (visit.through[-1] for visit in places(module, partial(_entered, costs)) if visit.through)
-    return tuple(dict.fromkeys(i.name for i in loops if i.opcode == "while" and trip_count(i) is None))
+    return tuple(dict.fromkeys(i.name for i in loops if i.opcode == "while" and supposed_trips(i) is None))
 
 
 def _entered(costs: Costs, control: Instruction) -> Sequence[Computation]:

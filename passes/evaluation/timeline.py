@@ -51,7 +51,7 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_start, start_of
-from dhelix.passes.analysis.execution import sequence_of, trip_count
+from dhelix.passes.analysis.execution import counted_trips, sequence_of
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs
 from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timeline
 from dhelix.passes.evaluation.roofline_costs import Cost, Lane, constant_rates, made_synchronous
@@ -269,8 +269,7 @@ class Player:
             self._play_all(callee)
 
     def _loop(self, loop: Instruction) -> None:
-        count = trip_count(loop)
-        left = 1 if count is None else count
+        left = counted_trips(loop)
         if self.under_way and not self._body(loop.called[0]).seconds:
             return
         while left and self.under_way:

@@ -11,6 +11,7 @@ from dhelix.passes.pipeline_fold.layouts import (
     model_order,
     storage_order,
 )
+from dhelix.passes.pipeline_fold.loop_trips import Trips, trips_of
 from dhelix.passes.pipeline_fold.phases import Messages, Pattern, Phase, patterns, phases
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.schedules.bidirectional import bidirectional
@@ -41,6 +42,7 @@ __all__ = [
     "SCHEDULES",
     "Schedule",
     "StagePrograms",
+    "Trips",
     "Work",
     "bidirectional",
     "dual_pipe_v",
@@ -60,6 +62,7 @@ __all__ = [
     "scratch",
     "storage_order",
     "transfers",
+    "trips_of",
     "validate",
     "w_schedule",
     "zero_bubble_v",

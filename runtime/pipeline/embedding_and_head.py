@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dhelix.passes.analysis.names import trips_name
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.rows import Row
 from dhelix.runtime.pipeline.slices import at, choose, where, zeros
@@ -54,13 +55,19 @@ class Ends:
     def batch(self, microbatch: Any) -> Values:
         return [at(array, microbatch) for array in self.batches]
 
-    def embed(self, forward: Row) -> Values:
-        """Returns the input of the first chunk. It is valid only on the stage of the first chunk."""
+    def embed(self, forward: Row, trips: int) -> Values:
+        """Returns the input of the first chunk. It is valid only on the stage of the first chunk.
+
+        Args:
+          trips: how often a stage of the critical path computes it in such a tick, for predictions.
+        """
         microbatch, wanted = self._of(forward, "opens")
         start = [zeros(x) for x in self.of.state]
-        return self._if(wanted, lambda _: self.of.embed(self.params, self.batch(microbatch)), start)
+        return self._if(wanted, lambda _: self.of.embed(self.params, self.batch(microbatch)), start, trips)
 
-    def head(self, backward: Row, last: Values, sums: Values, outputs: Values) -> tuple[Values, Values, Values]:
+    def head(
+        self, backward: Row, last: Values, sums: Values, outputs: Values, trips: int
+    ) -> tuple[Values, Values, Values]:
         """Runs the head forward and backward.
 
         Args:
@@ -68,6 +75,7 @@ class Ends:
           last: the last chunk's result, valid on the stage of the last chunk.
           sums: sums of the gradients of the ends' parameters.
           outputs: sums of the loss function's outputs.
+          trips: as in `embed`.
 
         Returns:
           The cotangents of `last`, valid on the stage of the last chunk; `sums` with the head's gradients added; and
@@ -83,9 +91,9 @@ class Ends:
             return cotangents, _add_all(sums, gradients, wanted), _add_all(outputs, results, wanted)
 
         start = [zeros(self.of.state[i]) for i in self.of.moving]
-        return self._if(wanted, run, (start, sums, outputs))
+        return self._if(wanted, run, (start, sums, outputs), trips)
 
-    def embed_backward(self, backward: Row, counts: jax.Array, cotangents: Values, sums: Values) -> Values:
+    def embed_backward(self, backward: Row, counts: jax.Array, cotangents: Values, sums: Values, trips: int) -> Values:
         """Returns `sums` with the embedding's gradients added.
 
         Args:
@@ -93,6 +101,7 @@ class Ends:
           counts: whether the weight of this stage's micro-batch is not zero. If it is zero, cotangents may be NaN.
           cotangents: the cotangents of the first chunk's input.
           sums: sums of the gradients of the ends' parameters.
+          trips: as in `embed`.
         """
         microbatch, wanted = self._of(backward, "closes")
         mine = backward.on & backward.closes & counts
@@ -102,7 +111,7 @@ class Ends:
             gradients = self.of.embed_backward(self.params, self.batch(microbatch), masked)
             return _add_all(sums, gradients, wanted)
 
-        return self._if(wanted, run, sums)
+        return self._if(wanted, run, sums, trips)
 
     def _of(self, row: Row, condition: str) -> tuple[jax.Array, jax.Array]:
         """The micro-batch for which this stage computes an end in this tick, and whether it computes the end at all."""
@@ -110,7 +119,7 @@ class Ends:
             return row.of_any_stage("microbatch", condition)
         return row.microbatch, row.on & getattr(row, condition)
 
-    def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any, trips: int) -> Any:
         """Returns `body(carry)` if wanted, else `carry`.
 
         The body runs in a loop of zero or one iteration, because XLA updates the state of a loop in place. Shared ends
@@ -120,7 +129,8 @@ class Ends:
             return body(carry)
         if self.along:
             return where(wanted, body(carry), carry)
-        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry), carry)
+        with jax.named_scope(trips_name(1 if self.shared else trips)):  # says to predictions whether it runs
+            return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry), carry)
 
 
 def _add_all(totals: Values, values: Values, counts: jax.Array) -> Values:

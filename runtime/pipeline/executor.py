@@ -41,12 +41,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.passes.analysis.names import ALPHA, BETA
-from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, patterns, phases
+from dhelix.passes.analysis.names import ALPHA, BETA, trips_name
+from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, Trips, patterns, phases, trips_of
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.embedding_and_head import Ends
 from dhelix.runtime.pipeline.rows import Row
-from dhelix.runtime.pipeline.slices import add, at, choose, put, where, zeros
+from dhelix.runtime.pipeline.slices import add, at, choose, fill, put, where, wide, zeros
 from dhelix.runtime.pipeline.tables import directions
 
 Values = list[Any]
@@ -140,6 +140,7 @@ class _Tick:
       pattern: what any stage may do in the tick.
       forward, backward: this stage's row in the table of each direction.
       ahead, behind: the context that layers read (`Chain.context`), in the forward pass and in the backward pass.
+      trips: how often loops are expected to run.
     """
 
     pattern: Pattern
@@ -147,6 +148,7 @@ class _Tick:
     backward: Row
     ahead: Values
     behind: Values
+    trips: Trips
 
 
 class _Run:
@@ -165,10 +167,10 @@ class _Run:
 
     def all_phases(self) -> Sums:
         state = self._start()
-        for phase in phases(self.schedule):
-            state = self._phase(phase, state)
-        layers = _fill(self.stacks, self.of.trained, state.layers)
-        return Sums(state.outputs, layers, _fill(self.ends.params, self.of.trained_ends, state.ends))
+        for phase, trips in zip(phases(self.schedule), trips_of(self.schedule), strict=True):
+            state = self._phase(phase, trips, state)
+        layers = fill(self.stacks, self.of.trained, state.layers)
+        return Sums(state.outputs, layers, fill(self.ends.params, self.of.trained_ends, state.ends))
 
     def _start(self) -> _State:
         of, params, held = self.of, self.ends.params, patterns(self.schedule)
@@ -179,26 +181,26 @@ class _Run:
             late_cotangents=[zeros(of.state[i]) for i in of.moving] if any(p.cotangents.before for p in held) else [],
             last=[zeros(x) for x in of.state],
             ring=[zeros(residual, self.schedule.slots, self.padded) for residual in of.residuals],
-            layers=[zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in of.trained],
-            ends=[zeros(params[i], dtype=_wide(params[i])) for i in of.trained_ends],
-            outputs=[zeros(output, dtype=_wide(output)) for output in of.outputs],
+            layers=[zeros(self.stacks[i], dtype=wide(self.stacks[i])) for i in of.trained],
+            ends=[zeros(params[i], dtype=wide(params[i])) for i in of.trained_ends],
+            outputs=[zeros(output, dtype=wide(output)) for output in of.outputs],
         )
 
-    def _phase(self, phase: Phase, state: _State) -> _State:
+    def _phase(self, phase: Phase, trips: Sequence[Trips], state: _State) -> _State:
         def one_round(number: jax.Array, state: _State) -> _State:
             tick = phase.first + number * len(phase.patterns)
-            for pattern, ticks in phase.runs:
-                state = self._run(pattern, tick, ticks, state)
+            for (pattern, ticks), expected in zip(phase.runs, trips, strict=True):
+                state = self._run(pattern, tick, ticks, expected, state)
                 tick += ticks
             return state
 
         return lax.fori_loop(0, phase.rounds, one_round, state)
 
-    def _run(self, pattern: Pattern, first: jax.Array, ticks: int, state: _State) -> _State:
+    def _run(self, pattern: Pattern, first: jax.Array, ticks: int, trips: Trips, state: _State) -> _State:
         """Runs `ticks` ticks, starting with tick `first`."""
 
         def one_tick(number: jax.Array | int, state: _State) -> _State:
-            tick = self._tick(pattern, first + number)
+            tick = self._tick(pattern, first + number, trips)
             arrived = self._exchange_late(tick, state)
             state, going = self._begin(tick, state)
             going = self._chunk(tick, going)
@@ -222,11 +224,11 @@ class _Run:
             return self._layer_forward(tick, layer, self._layer_backward(tick, n - 1 - layer, going, written=True))
 
         kinds = [
-            (pattern.forward, ahead, forward & ~backward),
-            (pattern.backward, behind, backward & ~forward),
-            (pattern.both, both, forward & backward),
+            (pattern.forward, ahead, forward & ~backward, tick.trips.forward),
+            (pattern.backward, behind, backward & ~forward, tick.trips.backward),
+            (pattern.both, both, forward & backward, tick.trips.both),
         ]
-        for wanted, body, on in kinds:
+        for wanted, body, on, trips in kinds:
             if wanted and self.schedule.lockstep:
                 going = lax.fori_loop(0, n - (self.sends_beside and body is both), body, going)
             elif wanted and self.along:
@@ -234,7 +236,8 @@ class _Run:
                     0, n, lambda layer, going, body=body, on=on: where(on, body(layer, going), going), going
                 )
             elif wanted:
-                going = lax.fori_loop(0, jnp.where(on, n, 0), body, going)
+                with jax.named_scope(trips_name(trips)):  # says to predictions how long the loop is
+                    going = lax.fori_loop(0, jnp.where(on, n, 0), body, going)
             if wanted and body is behind:  # a later loop writes the ring; it must wait until this loop has read it
                 ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
                 going = going.but(ring=ring, cotangents=cotangents)
@@ -310,7 +313,9 @@ class _Run:
 
     def _begin_forward(self, tick: _Tick, state: _State) -> Values:
         x = [at(inbox, tick.forward.takes) for inbox in state.inbox]
-        return choose(tick.forward.opens, self.ends.embed(tick.forward), x) if tick.pattern.embed else x
+        if not tick.pattern.embed:
+            return x
+        return choose(tick.forward.opens, self.ends.embed(tick.forward, tick.trips.embed), x)
 
     def _end_forward(self, tick: _Tick, state: _State, x: Values) -> _State:
         if tick.pattern.activations.late:
@@ -324,13 +329,14 @@ class _Run:
         cotangents = [at(inbox, tick.backward.takes) for inbox in state.cotangents]
         if not tick.pattern.head:
             return state, cotangents
-        from_head, ends, outputs = self.ends.head(tick.backward, state.last, state.ends, state.outputs)
+        from_head, ends, outputs = self.ends.head(tick.backward, state.last, state.ends, state.outputs, tick.trips.head)
         return state.but(ends=ends, outputs=outputs), choose(tick.backward.opens, from_head, cotangents)
 
     def _end_backward(self, tick: _Tick, state: _State, cotangents: Values) -> _State:
         if tick.pattern.embed_backward:
             counts = self.counts[tick.backward.microbatch]
-            state = state.but(ends=self.ends.embed_backward(tick.backward, counts, cotangents, state.ends))
+            trips = tick.trips.embed_backward
+            state = state.but(ends=self.ends.embed_backward(tick.backward, counts, cotangents, state.ends, trips))
         if tick.pattern.cotangents.late:
             return state.but(late_cotangents=cotangents)
         arrived = self._exchange(cotangents, tick.pattern.cotangents.now)
@@ -365,9 +371,9 @@ class _Run:
     def _exchange(self, made: Values, ways: Sequence[tuple[int, int]]) -> Values:
         return [lax.ppermute(value, self.axis, ways) for value in made] if ways else made
 
-    def _tick(self, pattern: Pattern, number: Any) -> _Tick:
+    def _tick(self, pattern: Pattern, number: Any, trips: Trips) -> _Tick:
         forward, backward = (Row(table, number, self.stage) for table in (self.forward_table, self.backward_table))
-        return _Tick(pattern, forward, backward, *(self._context(row) for row in (forward, backward)))
+        return _Tick(pattern, forward, backward, self._context(forward), self._context(backward), trips)
 
     def _context(self, row: Row) -> Values:
         return self.of.context(self.ends.batch(row.microbatch)) if self.of.context_of_batch else self.context
@@ -385,14 +391,3 @@ def _put_message(row: Row, place: str, stays: str, inbox: Values, made: Values, 
     some_stay = arrived is not made and getattr(row.table, stays).any()
     brought = choose(getattr(row, stays), made, arrived) if some_stay else arrived
     return [put(places, value, getattr(row, place)) for places, value in zip(inbox, brought, strict=True)]
-
-
-def _fill(like: Sequence[Any], places: Sequence[int], values: Values) -> Values:
-    result: Values = [None] * len(like)
-    for place, value in zip(places, values, strict=True):
-        result[place] = value
-    return result
-
-
-def _wide(like: Any) -> Any:
-    return jnp.promote_types(like.dtype, jnp.float32) if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype

@@ -63,3 +63,16 @@ def where[T](condition: jax.Array, yes: T, no: T) -> T:
 def zeros(like: Any, *leading: int, dtype: Any = None) -> jax.Array:
     """Returns zeros of shape [*leading, *like.shape]."""
     return jnp.zeros((*leading, *like.shape), dtype or like.dtype)
+
+
+def fill(like: Sequence[Any], places: Sequence[int], values: list[Any]) -> list[Any]:
+    """A list as long as `like`, with `values` at `places` and None elsewhere."""
+    result: list[Any] = [None] * len(like)
+    for place, value in zip(places, values, strict=True):
+        result[place] = value
+    return result
+
+
+def wide(like: Any) -> Any:
+    """The type in which values like `like` are summed: at least float32, if they are floats."""
+    return jnp.promote_types(like.dtype, jnp.float32) if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype

@@ -13,6 +13,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware
 from dhelix.profiles.hardware import Hardware
 
+PCIE = hardware.ALL["A40"].intra_bandwidth
 MODULE = HloModule.from_text("HloModule m, is_scheduled=true\nENTRY main {\n  ROOT a = f32[8,128] parameter(0)\n}\n")
 TILED = HloModule.from_text(
     "HloModule m, is_scheduled=true\nENTRY main {\n"
@@ -73,8 +74,8 @@ def test_the_gpu_that_the_dump_describes(tmp_path: Path, description: str, name:
 @pytest.mark.parametrize(
     ("description", "name", "peak", "link"),
     [
-        (config("NVIDIA GeForce RTX 5090", 34e9, 170, (12, 0)), "GeForce-RTX-5090", 170 * 2e9 * 512, 16e9),
-        (config("NVIDIA H100 PCIe", 85e9, 114), "H100-PCIe", 114 * 2e9 * 4096, 16e9),
+        (config("NVIDIA GeForce RTX 5090", 34e9, 170, (12, 0)), "GeForce-RTX-5090", 170 * 2e9 * 512, PCIE),
+        (config("NVIDIA H100 PCIe", 85e9, 114), "H100-PCIe", 114 * 2e9 * 4096, PCIE),
         (config("NVIDIA H200", 71e9, 60, links=18), "H200-71GB", 60 * 2e9 * 4096, 330e9),  # a slice of the GPU
         (config("NVIDIA B300", 288e9, 160, (10, 3), 18), "B300", 160 * 2e9 * 8192, 660e9),
     ],
