@@ -99,7 +99,7 @@ def simulate(run: Run, system: str) -> dict[str, Any]:
     """One simulated step as JSON, or the reason why there is none."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from dhelix.errors import DhelixError
-    from dhelix.launch.simulate import command, programs
+    from dhelix.launch.simulate import programs
     from dhelix.launch.train import trainer
     from dhelix.launch.train.options import Options
     from dhelix.passes.simulation import systems
@@ -117,7 +117,7 @@ def simulate(run: Run, system: str) -> dict[str, Any]:
         layout = programs.layout_of(options, cluster)
         training, batch = programs.training_of(options, layout, config)
         model = ClusterCosts.of(layout.cluster)
-        (step,) = command.simulated(training, batch, systems.chosen([system]), model, layout.cluster)
+        (step,) = programs.simulated(training, batch, systems.chosen([system]), model, layout.cluster)
     except DhelixError as error:
         return {"refused": str(error)}
     return step.to_json()

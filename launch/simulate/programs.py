@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,11 +26,15 @@ from dhelix.models import Training
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.manager import Pass, Stage
 from dhelix.passes.framework.report import CHANGED, UNCHANGED, Report
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.simulation import systems
+from dhelix.passes.simulation.cluster_costs import ClusterCosts
 from dhelix.passes.simulation.megatron_order import MegatronOrder
 from dhelix.passes.simulation.round_robin import RoundRobin
+from dhelix.passes.simulation.simulated_step import SimulatedStep, Work
 from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.runtime.compiler import deviceless
@@ -128,7 +133,7 @@ def compiled(training: Training, batch: int, system: System, model: CostModel) -
     found = deviceless.compile(step.lower(*example))
     memory = dumps.memory_of(found)
     assert memory is not None  # the GPU compiler always says how much memory a step needs
-    return CompiledStep(compiled_module(found), memory, _notes(step.report(*example)) if passes else ())
+    return CompiledStep(compiled_module(found), memory, _notes(step.outcomes(*example)) if passes else ())
 
 
 def _passes(system: System, model: CostModel, pipelined: bool) -> tuple[Pass, ...]:
@@ -145,3 +150,33 @@ def _notes(report: Report) -> tuple[str, ...]:
     """One sentence for each pass that wanted to change the step and did not."""
     failed = (one for one in report if one.outcome not in (CHANGED, UNCHANGED))
     return tuple(f"{one.name}: {'; '.join(one.summary)}" for one in failed)
+
+
+def simulated(
+    training: Training, batch: int, compared: Sequence[System], model: ClusterCosts, cluster: Cluster
+) -> Iterator[SimulatedStep]:
+    """Simulates a step in each way to run it. Ways that compile the plain step share one compilation.
+
+    Args:
+      training, batch: as `training_of` returns them.
+      model: costs of the cluster.
+    """
+    plain = None
+    work = work_of(training, batch, cluster)
+    for system in compared:
+        if system.plain:
+            plain = program = plain or compiled(training, batch, system, model)
+        else:
+            program = compiled(training, batch, system, model)
+        parts = step_parts(program.module, model.costs(), program.memory.peak)
+        if system.name == "blocking":
+            parts = systems.blocking(parts)
+        limit = cluster.hardware.memory_bytes
+        yield SimulatedStep(system.name, parts, program.memory.peak, work, limit, program.notes)
+
+
+def work_of(training: Training, batch: int, cluster: Cluster) -> Work:
+    """What a step of `batch` sequences computes."""
+    config = training.config
+    tokens = batch * config.seq
+    return Work(tokens, float(tokens * config.flops_per_token()), cluster.gpus, cluster.hardware.peak_flops)

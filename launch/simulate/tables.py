@@ -90,11 +90,12 @@ def headline(view: SimulationView) -> str:
     fits = "" if not best.missing else f" It does not fit: a GPU lacks {best.missing / _GB:.1f} GB."
     return (
         f"{view.options.preset} on {gpus} GPU{'s' * (gpus > 1)}: {best.system} takes {milliseconds(best.seconds)} a "
-        f"step, MFU {best.mfu:.1%}{f'; {others}' if others else ''}.{fits} {_certainty(best)}"
+        f"step, MFU {best.mfu:.1%}{f'; {others}' if others else ''}.{fits} {certainty(best)}"
     )
 
 
-def _certainty(step: SimulatedStep) -> str:
+def certainty(step: SimulatedStep) -> str:
+    """How much of a step's time is guessed, in a sentence."""
     parts = step.parts
     guessed = f"{parts.guessed:.0%} of the times of kernels and collectives are guesses"
     if not parts.guessed:

@@ -48,7 +48,7 @@ def trips_of(schedule: Schedule) -> list[list[Trips]]:
     places = [_cells(schedule, phase) for phase in phases(schedule)]
     layers = [_Loop.of(schedule, cells, *kind) for runs in places for cells in runs for kind in _KINDS]
     trips, last = iter(_rounded(layers)), schedule.layout.chunks - 1
-    return [[Trips(*(next(trips) for _ in _KINDS), *_ends(cells, last)) for cells in runs] for runs in places]
+    return [[Trips(next(trips), next(trips), next(trips), *_ends(cells, last)) for cells in runs] for runs in places]
 
 
 def _cells(schedule: Schedule, phase: Phase) -> list[list[Cell]]:

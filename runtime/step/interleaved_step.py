@@ -30,22 +30,11 @@ from dhelix.runtime.sharding.sharded_program import ShardedStates
 from dhelix.runtime.step import verification
 from dhelix.runtime.step.frameworks import front_choice
 from dhelix.runtime.step.frameworks.argument_keys import leaf_key, name_of
+from dhelix.runtime.step.frameworks.plain_jit import PLAIN
 from dhelix.runtime.step.microbatches.value_and_grad import Microbatching, microbatching
 from dhelix.runtime.step.options import JitOptions, StepOptions
 from dhelix.runtime.step.specialization import Specialization
 from dhelix.runtime.step.step_passes import pass_manager
-
-
-class _PlainJit:
-    def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        function = getattr(function, "jitted_fn", function)  # unwraps nnx.jit, to find its static arguments
-        return function if jax_compat.is_jitted(function) else jax.jit(function, **options)
-
-    def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return jax.jit(function, **options)
-
-
-_PLAIN = _PlainJit()
 
 
 def _through_front[M: Callable[..., Any]](method: M) -> M:
@@ -83,7 +72,7 @@ class InterleavedStep[**P, R]:
         options: StepOptions,
         *,
         front: type[front_choice.Front] | None = None,
-        jit: front_choice.Jit = _PLAIN,
+        jit: front_choice.Jit = PLAIN,
     ):
         """
         Args:
@@ -171,6 +160,13 @@ class InterleavedStep[**P, R]:
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             return self._specialize(key, args, kwargs).report() if on else self._report_off()
+
+    @_through_front
+    def outcomes(self, *args: Any, **kwargs: Any) -> Report:
+        """As `report`, without the gain. So the plain step need not be compiled for it."""
+        if not registration.on():
+            return self._report_off()
+        return self._specialize(self._key(args, kwargs), args, kwargs).report(compared=False)
 
     def profile(
         self,
@@ -263,7 +259,7 @@ class InterleavedStep[**P, R]:
 
     def _front(self, args: Any, kwargs: Any) -> front_choice.Front | None:
         """The front for these arguments; None if `jax.jit` accepts the arguments unchanged."""
-        if self._jit is not _PLAIN:
+        if self._jit is not PLAIN:
             return None
         kind = self._front_kind or front_choice.kind_of(self._function, self._separate(args, kwargs)[1])
         if kind is None:

@@ -162,8 +162,8 @@ class Specialization:
         why = self._why if self.left_alone else ""
         return Report(whole.module, whole.fingerprint, stages, left_alone=why, settings=self._unset())
 
-    def report(self) -> Report:
-        """Reports what the passes of all stages did. Compiles the program if the later stages have not run."""
+    def report(self, compared: bool = True) -> Report:
+        """Reports what passes of all stages did, and if `compared`, the gain. Compiles what this takes."""
         if self._session is None or (self.left_alone and self._compiled is None and self._slower is None):
             return self.preview()
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
@@ -173,13 +173,13 @@ class Specialization:
             return dataclasses.replace(self._slower, settings=self._unset(), compile_seconds=self._seconds)
         if self.left_alone and self._compiled is None:
             return self.preview()
-        return self._whole_report()
+        return self._whole_report(compared)
 
-    def _whole_report(self) -> Report:
+    def _whole_report(self, compared: bool = True) -> Report:
         assert self._session is not None
         whole = self._session.report(self._order)
         stages = (*self._before, *whole.stages, *filter(None, [self._refused]))
-        gain = self._gain(stages)
+        gain = self._gain(stages) if compared else None
         return dataclasses.replace(
             whole,
             stages=stages,

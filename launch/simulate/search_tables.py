@@ -1,0 +1,194 @@
+"""Output of `dhelix simulate --search`: the ten best, why others lose, and the command that runs the best one."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch.shown.progress import say
+from dhelix.launch.simulate.tables import certainty
+from dhelix.launch.train.options import Options
+from dhelix.passes.framework.units import milliseconds
+from dhelix.passes.sharding.planner import in_words
+from dhelix.passes.simulation.choices import Choice
+from dhelix.passes.simulation.cluster_costs import Spread
+from dhelix.passes.simulation.layout_search import Found, Lost, Simulated
+from dhelix.profiles.clusters.cluster import Cluster
+
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class SearchView:
+    """The result of a search.
+
+    Attributes:
+      options: the step, without what was searched.
+      cluster, spread: as for `dhelix simulate`.
+      source: where measured times come from, in words.
+      batch: sequences of a step.
+      found: what the search found.
+      left_out: how many choices the model's sizes do not allow, by the reason.
+    """
+
+    options: Options
+    cluster: Cluster
+    spread: Spread
+    source: str
+    batch: int
+    found: Found
+    left_out: dict[str, int]
+
+    @property
+    def best(self) -> Simulated:
+        return self.found.ranked[0]
+
+    def command(self, choice: Choice) -> str:
+        """The command that trains as `choice` says, on every node."""
+        preset = self.options
+        mesh = ",".join(
+            f"{name}={choice.axes[name]}" for name in ("dp", "ep", "cp", "tp") if choice.axes[name] > 1 or name == "dp"
+        )
+        flags: dict[str, Any] = {
+            "preset": preset.preset, "layers": preset.layers, "seq": preset.seq, "vocab": preset.vocab,
+            "dtype": preset.dtype, "capacity": preset.capacity, "mesh": mesh,
+            "pp": choice.pp if choice.pp > 1 else None, "pipeline": choice.pipeline or None,
+            "batch": self.batch, "microbatches": choice.microbatches, "remat": choice.remat,
+            "states": None if choice.states == "whole" else choice.states,
+        }  # fmt: skip
+        words = ["dhelix", "launch"]
+        if self.cluster.nodes == 1:
+            words += ["--processes", str(self.cluster.gpus)]
+        words += ["-m", "dhelix", "train", *(["--plain"] if choice.system == "xla" else [])]
+        for name, value in flags.items():
+            if value is not None:
+                words += [f"--{name}", str(value)]
+        return shlex.join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON values, in seconds and bytes."""
+        found = self.found
+        return {
+            "preset": self.options.preset,
+            "cluster": self.cluster.name,
+            "gpus": self.cluster.gpus,
+            "batch": self.batch,
+            "measured_times": self.source,
+            "slowest_gpu": self.spread.compute,
+            "slowest_link": self.spread.communication,
+            "considered": found.considered,
+            "expected_not_to_fit": found.too_large,
+            "left_out": self.left_out,
+            "complete": found.complete,
+            "median_error_of_expected": found.error,
+            "ranked": [_json(one) for one in found.ranked],
+            "others": [_json(one) for one in found.others],
+            "why": {
+                trait: {value: _lost(lost) for value, lost in values.items()} for trait, values in found.reasons.items()
+            },
+            "command": self.command(self.best.choice),
+        }
+
+
+def _json(one: Simulated) -> dict[str, Any]:
+    choice = one.choice
+    return {
+        "axes": choice.axes, "sequences": choice.sequences, "microbatches": choice.microbatches, "remat": choice.remat,
+        "states": choice.states, "pipeline": choice.pipeline, "system": choice.system,
+        "expected_seconds": one.expected, "estimated_seconds": one.estimate.seconds,
+        "estimated_memory": one.estimate.memory,
+        **({"refused": one.refused} if one.step is None else {"step": one.step.to_json()}),
+    }  # fmt: skip
+
+
+def _lost(lost: Lost) -> dict[str, Any]:
+    behind = None if math.isinf(lost.behind) else lost.behind
+    return {"choice": str(lost.choice or ""), "behind": behind, "simulated": lost.simulated, "why": lost.why}
+
+
+def headline(view: SearchView) -> str:
+    """The first line: the best choice, its gain over XLA's order, and how sure it is."""
+    found, best = view.found, view.best
+    assert best.step is not None
+    plain = next((one for one in found.ranked if one.choice.system == "xla"), None)
+    gain = ""
+    if best.choice.system != "xla":
+        gain = "; no simulated way in XLA's order fits"
+        if plain:
+            gain = f"; {plain.seconds / best.seconds:.2f} x as fast as the best in XLA's order"
+    return (
+        f"{view.options.preset} on {view.cluster.gpus} GPUs, {view.batch} sequences a step: {best.choice}: "
+        f"{milliseconds(best.seconds)} a step, MFU {best.step.mfu:.1%}{gain}. "
+        f"{certainty(best.step)}"
+    )
+
+
+def print_view(view: SearchView, console: Console) -> None:
+    """Prints the headline, what was searched, the ten best, why others lose, and the command."""
+    found = view.found
+    console.print(headline(view), style="bold", markup=False)
+    say(console, f"{view.cluster.words()}. Times: {view.source}; and the cluster's constants.")
+    number = len(found.ranked) + len(found.others)
+    error = "" if found.error is None else f"; expected times were off by {found.error:.1%} (median)"
+    end = "no other is expected within 2 % of the best" if found.complete else "more may be found with --simulations"
+    say(console, f"{found.considered:,} ways considered, {found.too_large:,} of them expected not to fit; {number} "
+        f"simulated{error}; {end}.")  # fmt: skip
+    console.print(_best(view))
+    console.print(_reasons(view))
+    for one in found.others:
+        if one.refused:
+            say(console, f"Cannot run: {one.choice}: {one.refused}")
+    for reason, count in view.left_out.items():
+        say(console, f"Left out {count:,} times: {reason}.")
+    say(console, "The command for the best one, on each node under its scheduler:")
+    say(console, f"  {view.command(view.best.choice)}")
+
+
+def _best(view: SearchView) -> Table:
+    names = (
+        "",
+        "mesh",
+        "micro-batches",
+        "remat",
+        "states",
+        "schedule",
+        "ms",
+        "MFU",
+        "tokens/s/GPU",
+        "memory",
+        "guessed",
+    )
+    table = _table("The fastest", *names)
+    for number, one in enumerate(view.found.ranked[:SHOWN], 1):
+        step, choice = one.step, one.choice
+        assert step is not None
+        table.add_row(
+            str(number), choice.mesh, f"{choice.microbatches} x {choice.sequences}", choice.remat, choice.states,
+            choice.traits()["schedule"], f"{1e3 * step.seconds:,.1f}", f"{step.mfu:.1%}",
+            f"{step.tokens_per_second:,.0f}", in_words(step.memory), f"{step.parts.guessed:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _reasons(view: SearchView) -> Table:
+    table = _table("Why others lose: the best with each value", "", "value", "longer", "why", "with")
+    for trait, values in view.found.reasons.items():
+        for value, lost in values.items():
+            longer = "-" if math.isinf(lost.behind) else "best" if lost.behind == 0 else f"{lost.behind:+.1%}"
+            table.add_row(trait, value, longer, lost.why, str(lost.choice or ""))
+            trait = ""
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    right = ("ms", "MFU", "tokens/s/GPU", "memory", "guessed", "longer")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
