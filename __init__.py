@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.pipeline.fold import Fold
     from dhelix.runtime.planning.live_plan import plan_sharding
+    from dhelix.runtime.planning.simulation import simulate
     from dhelix.runtime.sharding.placed_states import gather_state, shard_state, state_shardings
     from dhelix.runtime.sharding.state_plan import mesh_of, sharding_plan
     from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DhelixError", "Fold", "collective_matmul", "deviceless", "gather_state", "mesh_of", "plan_sharding",
-    "shard_state", "sharding_plan", "state_shardings", "strand_interleave", "tune", "value_and_grad",
+    "shard_state", "sharding_plan", "simulate", "state_shardings", "strand_interleave", "tune", "value_and_grad",
 ]  # fmt: skip
 
 _HOMES = {
@@ -46,6 +47,7 @@ _HOMES = {
     "plan_sharding": "dhelix.runtime.planning.live_plan",
     "shard_state": "dhelix.runtime.sharding.placed_states",
     "sharding_plan": "dhelix.runtime.sharding.state_plan",
+    "simulate": "dhelix.runtime.planning.simulation",
     "state_shardings": "dhelix.runtime.sharding.placed_states",
     "strand_interleave": "dhelix.runtime.step.strand_interleave",
     "tune": "dhelix.runtime.tuning.tune_step",

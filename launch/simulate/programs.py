@@ -1,11 +1,10 @@
-"""Compiles a step for a cluster that need not exist, in each way to run it.
+"""The train step of `dhelix simulate` on the GPUs of a cluster, in each way to run it.
 
     layout = layout_of(options, cluster)                      # the mesh, and as many nodes as it needs
-    program = compiled(options, layout, SYSTEMS["strands"], model)
-    program.module, program.memory, program.notes
+    training, batch = training_of(options, layout)
+    for step in simulated(training, batch, systems, model, layout.cluster): ...
 
-The program is compiled for all GPUs of the mesh, as on a cluster. XLA's compile time hardly depends on their number.
-Passes are those of the decorator, with the costs of the cluster.
+`runtime/planning/simulation.py` compiles and simulates it.
 """
 
 from __future__ import annotations
@@ -14,35 +13,21 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.profile.step import gpus_of_mesh
 from dhelix.launch.train import trainer
 from dhelix.launch.train.mesh_axes import mesh_axes
-from dhelix.launch.train.pipelined import PipelinedTraining
 from dhelix.models import Training
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig
-from dhelix.passes.evaluation.costs import CostModel
-from dhelix.passes.evaluation.step_parts import step_parts
-from dhelix.passes.framework.manager import Pass, Stage
-from dhelix.passes.framework.report import CHANGED, UNCHANGED, Report
-from dhelix.passes.hlo import HloModule
-from dhelix.passes.simulation import systems
 from dhelix.passes.simulation.cluster_costs import ClusterCosts
-from dhelix.passes.simulation.megatron_order import MegatronOrder
-from dhelix.passes.simulation.round_robin import RoundRobin
 from dhelix.passes.simulation.simulated_step import SimulatedStep, Work
 from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.runtime.compiler import deviceless
-from dhelix.runtime.compiler.lowering import compiled_module
-from dhelix.runtime.step.options import StepOptions
-from dhelix.runtime.step.pass_lists import default_passes
-
-_SCHEDULES: dict[str, Literal["dp", "intra_batch"]] = {"intra-batch": "intra_batch", "wavelet": "dp", "strands": "dp"}
+from dhelix.runtime.planning import simulation
 
 
 @dataclass(frozen=True)
@@ -58,21 +43,6 @@ class Layout:
     axes: dict[str, int]
     cluster: Cluster
     shape: str
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """A compiled step.
-
-    Attributes:
-      module: the scheduled module.
-      memory: what it needs on a GPU.
-      notes: passes that did not run, and why.
-    """
-
-    module: HloModule
-    memory: dumps.Memory
-    notes: tuple[str, ...] = ()
 
 
 def layout_of(options: trainer.Options, cluster: Cluster) -> Layout:
@@ -117,66 +87,21 @@ def training_of(options: trainer.Options, layout: Layout, config: DecoderConfig 
     return trainer.make_training(dataclasses.replace(options, mesh=mesh), config, devices)
 
 
-def compiled(training: Training, batch: int, system: System, model: CostModel) -> CompiledStep:
-    """The step as `system` runs it.
-
-    Args:
-      training, batch: as `training_of` returns them.
-      model: costs of the cluster, with which orders are searched.
-
-    Raises:
-      DhelixError: a pass cannot run at all.
-    """
-    passes = () if system.plain else _passes(system, model, isinstance(training, PipelinedTraining))
-    step = trainer.make_step(training, system.plain, StepOptions(passes=passes) if passes else None)
-    example = training.abstract_state(), training.abstract_batch(batch)
-    found = deviceless.compile(step.lower(*example))
-    memory = dumps.memory_of(found)
-    assert memory is not None  # the GPU compiler always says how much memory a step needs
-    return CompiledStep(compiled_module(found), memory, _notes(step.outcomes(*example)) if passes else ())
-
-
-def _passes(system: System, model: CostModel, pipelined: bool) -> tuple[Pass, ...]:
-    if system.name == "megatron":
-        return (MegatronOrder(model.hardware, model=model),)
-    options = StepOptions(schedule=_SCHEDULES[system.name])
-    passes = default_passes(options, model=model, hardware=model.hardware)
-    if system.name == "wavelet":
-        passes = (*(one for one in passes if one.stage is Stage.LOWERED), RoundRobin(model.hardware, model=model))
-    return tuple(one for one in passes if not pipelined or one.stage is not Stage.LOWERED)
-
-
-def _notes(report: Report) -> tuple[str, ...]:
-    """One sentence for each pass that wanted to change the step and did not."""
-    failed = (one for one in report if one.outcome not in (CHANGED, UNCHANGED))
-    return tuple(f"{one.name}: {'; '.join(one.summary)}" for one in failed)
-
-
 def simulated(
     training: Training, batch: int, compared: Sequence[System], model: ClusterCosts, cluster: Cluster
 ) -> Iterator[SimulatedStep]:
-    """Simulates a step in each way to run it. Ways that compile the plain step share one compilation.
+    """Simulates a step in each way to run it.
 
     Args:
       training, batch: as `training_of` returns them.
       model: costs of the cluster.
     """
-    plain = None
-    work = work_of(training, batch, cluster)
-    for system in compared:
-        if system.plain:
-            plain = program = plain or compiled(training, batch, system, model)
-        else:
-            program = compiled(training, batch, system, model)
-        parts = step_parts(program.module, model.costs(), program.memory.peak)
-        if system.name == "blocking":
-            parts = systems.blocking(parts)
-        limit = cluster.hardware.memory_bytes
-        yield SimulatedStep(system.name, parts, program.memory.peak, work, limit, program.notes)
+    step, tokens = trainer.make_step(training, plain=False), batch * training.config.seq
+    flops = float(tokens * training.config.flops_per_token())
+    work = Work(tokens, flops, cluster.gpus, cluster.hardware.peak_flops)
+    yield from simulation.simulated(step, arguments(training, batch), compared, model, cluster, work)
 
 
-def work_of(training: Training, batch: int, cluster: Cluster) -> Work:
-    """What a step of `batch` sequences computes."""
-    config = training.config
-    tokens = batch * config.seq
-    return Work(tokens, float(tokens * config.flops_per_token()), cluster.gpus, cluster.hardware.peak_flops)
+def arguments(training: Training, batch: int) -> tuple[Any, Any]:
+    """The arguments of the step as shapes."""
+    return training.abstract_state(), training.abstract_batch(batch)

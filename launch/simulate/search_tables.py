@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.shown.progress import say
-from dhelix.launch.simulate.tables import certainty
 from dhelix.launch.train.options import Options
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.sharding.planner import in_words
@@ -125,7 +124,7 @@ def headline(view: SearchView) -> str:
     return (
         f"{view.options.preset} on {view.cluster.gpus} GPUs, {view.batch} sequences a step: {best.choice}: "
         f"{milliseconds(best.seconds)} a step, MFU {best.step.mfu:.1%}{gain}. "
-        f"{certainty(best.step)}"
+        f"{best.step.certainty}"
     )
 
 

@@ -15,7 +15,7 @@ from dhelix.launch.simulate.programs import Layout
 from dhelix.launch.train.options import Options
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.simulation.cluster_costs import Spread
-from dhelix.passes.simulation.simulated_step import SimulatedStep
+from dhelix.passes.simulation.simulated_step import SimulatedStep, fastest
 from dhelix.passes.simulation.systems import SYSTEMS
 
 _GB = 1e9
@@ -51,7 +51,7 @@ class SimulationView:
     @property
     def fastest(self) -> SimulatedStep:
         """The fastest step that fits; the fastest of all if none fits."""
-        return min(self.steps, key=lambda step: (step.missing > 0, step.seconds))
+        return fastest(self.steps)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values: seconds, bytes, and constants in the units of their names."""
@@ -90,17 +90,8 @@ def headline(view: SimulationView) -> str:
     fits = "" if not best.missing else f" It does not fit: a GPU lacks {best.missing / _GB:.1f} GB."
     return (
         f"{view.options.preset} on {gpus} GPU{'s' * (gpus > 1)}: {best.system} takes {milliseconds(best.seconds)} a "
-        f"step, MFU {best.mfu:.1%}{f'; {others}' if others else ''}.{fits} {certainty(best)}"
+        f"step, MFU {best.mfu:.1%}{f'; {others}' if others else ''}.{fits} {best.certainty}"
     )
-
-
-def certainty(step: SimulatedStep) -> str:
-    """How much of a step's time is guessed, in a sentence."""
-    parts = step.parts
-    guessed = f"{parts.guessed:.0%} of the times of kernels and collectives are guesses"
-    if not parts.guessed:
-        guessed = "All times of kernels and collectives are measured or interpolated"
-    return guessed + (f", and {parts.guessed_overlap:.0%} of the overlap." if parts.guessed_overlap else ".")
 
 
 def print_view(view: SimulationView, console: Console) -> None:

@@ -6,6 +6,7 @@ step.mfu, step.tokens_per_second, step.hidden, step.missing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,15 @@ class SimulatedStep:
         """Bytes that a GPU lacks; 0 if the step fits."""
         return max(0.0, self.memory - self.limit)
 
+    @property
+    def certainty(self) -> str:
+        """How much of the time is guessed, in a sentence."""
+        parts = self.parts
+        guessed = f"{parts.guessed:.0%} of the times of kernels and collectives are guesses"
+        if not parts.guessed:
+            guessed = "All times of kernels and collectives are measured or interpolated"
+        return guessed + (f", and {parts.guessed_overlap:.0%} of the overlap." if parts.guessed_overlap else ".")
+
     def to_json(self) -> dict[str, Any]:
         """All values as JSON, in seconds and bytes."""
         parts = self.parts
@@ -100,3 +110,8 @@ class SimulatedStep:
             "guessed_overlap": parts.guessed_overlap,
             "notes": list(self.notes),
         }
+
+
+def fastest(steps: Sequence[SimulatedStep]) -> SimulatedStep:
+    """The fastest step that fits; the fastest of all if none fits."""
+    return min(steps, key=lambda step: (step.missing > 0, step.seconds))

@@ -105,6 +105,10 @@ class InterleavedStep[**P, R]:
         """Returns the same step with another `jit`. The result is the inner step of a front."""
         return InterleavedStep(self._function, self.options, jit=jit)
 
+    def but(self, **changes: Any) -> InterleavedStep:
+        """Returns the same step with other options."""
+        return InterleavedStep(self._function, self.options.but(**changes), jit=self._jit, front=self._front_kind)
+
     @_through_front
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         kinds = set(map(type, jax.tree.leaves((args, kwargs))))
