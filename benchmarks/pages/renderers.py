@@ -26,7 +26,9 @@ from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.pipeline import memory as pipeline_memory_study
 from dhelix.benchmarks.pipeline import tables as pipeline_tables
 from dhelix.benchmarks.prediction import held_out as held_out_study
+from dhelix.benchmarks.prediction import papers as papers_study
 from dhelix.benchmarks.prediction import predictions as prediction_study
+from dhelix.benchmarks.prediction import volumes as volumes_study
 from dhelix.benchmarks.programs import policy_and_reference as policy_study
 from dhelix.benchmarks.sharding import against_xla as sharding_memory_study
 from dhelix.benchmarks.sharding import run as sharding_study
@@ -156,6 +158,18 @@ def records(paths: Sequence[Path]) -> str:
         heads = [k for k in rows[0] if all(isinstance(r.get(k), int | float | str | bool) for r in rows)]
         body = table(heads, [[cell(row[head]) for head in heads] for row in rows])
         parts.append(f"**{path.stem}**\n\n{body}" if len(paths) > 1 else body)
+    return "\n\n".join(parts)
+
+
+def published(paths: Sequence[Path]) -> str:
+    """DHelix's numbers beside those of `benchmarks/prediction/papers.py` and `volumes.py`."""
+    others = {
+        "Shares of a step's time, MFU, and hidden communication": papers_study.shares(_load(paths[0])),
+        "Table 1: bytes that a GPU of Llama-3.1-405B sends in a step, GiB": volumes_study.table_1(),
+    }
+    parts = [records(paths)]
+    for title, rows in others.items():
+        parts.append(f"**{title}.**\n\n{table(list(rows[0]), [[cell(v) for v in row.values()] for row in rows])}")
     return "\n\n".join(parts)
 
 

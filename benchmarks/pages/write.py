@@ -35,13 +35,14 @@ CONTENTS = Path(__file__).with_name("contents.toml")
 
 @dataclass(frozen=True)
 class Section:
-    """One set of result files, see `contents.toml`."""
+    """One set of result files, see `contents.toml`. `image` is a file of docs/images."""
 
     title: str
     text: str
     files: list[str]
     render: str
     command: str
+    image: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,9 @@ def _section(section: Section) -> str:
     found = files(section)
     names = ", ".join(f"`{path.stem}`" for path in found)
     source = f"Measured by `{section.command}`. Files: {names}."
-    return "\n\n".join((f"## {section.title}", section.text, source, getattr(renderers, section.render)(found).strip()))
+    picture = [f"![{section.title}](../images/{section.image})"] if section.image else []
+    rendered = getattr(renderers, section.render)(found).strip()
+    return "\n\n".join((f"## {section.title}", section.text, source, *picture, rendered))
 
 
 def write(folder: Path) -> list[Path]:

@@ -147,6 +147,51 @@ def rows(run: Run, steps: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+_39B, _PHI = "Llama-39B, S 16384, CP 2", "Phi-31B, EP 8, DP 16, PP 4, capacity 6"
+_66B, _66B_LONG = "Llama-66B, S 16384, TP 8, CP 2", "Llama-66B, S 32768, TP 8, CP 4"
+# Where, workload, what, published %, our workload, system, and the axis over which compute waits, or a value of a step.
+SHARES = (
+    ("figure 3", "Llama-39B", "time in communication, TP and CP", 55.0, _39B, "megatron", "exposed"),
+    ("section 6.4", _39B, "time in communication, CP", 28.0, _39B, "megatron", "cp"),
+    ("section 6.3.1", "CP 2", "time in communication, TP", 29.0, _39B, "megatron", "tp"),
+    ("figure 3", "Phi-31B", "time in communication, EP", 34.3, _PHI, "megatron", "ep"),
+    ("section 6.3.1", _66B, "time in communication, TP", 10.0, _66B, "megatron", "tp"),
+    ("section 6.3.1", _66B, "MFU of Megatron-LM", 60.0, _66B, "megatron", "mfu"),
+    ("section 6.3.1", _66B_LONG, "MFU of Megatron-LM", 52.0, _66B_LONG, "megatron", "mfu"),
+    ("section 6.3.1", _66B_LONG, "MFU of DHelix", 64.0, _66B_LONG, "strands", "mfu"),
+    ("figure 16", _66B_LONG, "hidden by DHelix", 82.0, _66B_LONG, "strands", "hidden"),
+    ("section 6.2.1", "S 8192", "hidden by Intra-batch", 26.1, "S 8192", "intra-batch", "hidden"),
+    ("section 6.2.1", "S 8192", "hidden by Wavelet+", 39.9, "S 8192", "wavelet", "hidden"),
+    ("section 6.2.1", "S 8192", "hidden by DHelix", 83.0, "S 8192", "strands", "hidden"),
+)
+"""Published shares of DHelix. "S 8192" stands for the mean over the models of figure 11."""
+
+
+def shares(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Published shares in percent beside those of the simulated steps."""
+    return [
+        {"where": where, "workload": workload, "what": what, "published %": published, "simulated %": round(ours, 1)}
+        for where, workload, what, published, name, system, kind in SHARES
+        if (ours := _share(report, name, system, kind)) is not None
+    ]
+
+
+def _share(report: dict[str, Any], workload: str, system: str, kind: str) -> float | None:
+    chosen = [one["systems"].get(system, {}) for one in report["steps"] if one["workload"].endswith(workload)
+              or one["workload"] == workload]  # fmt: skip
+    found = [100.0 * _value(step, kind) for step in chosen if "seconds" in step]
+    return sum(found) / len(found) if found else None
+
+
+def _value(step: dict[str, Any], kind: str) -> float:
+    if kind in ("mfu", "hidden"):
+        return step[kind]
+    if kind == "exposed":
+        return step["parts"]["exposed"] / step["seconds"]
+    waits = [one["seconds"] for one in step["exposed_by"] if one["collective"].endswith(f"over {kind}")]
+    return sum(waits) / step["seconds"]
+
+
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=True)

@@ -21,6 +21,7 @@ import dataclasses
 
 from dhelix.models import preset
 from dhelix.models.common.decoder_config import DecoderConfig
+from dhelix.profiles.papers import clusters
 
 BYTES = 2  # bfloat16
 
@@ -77,12 +78,27 @@ def local_and_across(found: dict[str, float]) -> tuple[float, float]:
     return found["tensor"], sum(volume for kind, volume in found.items() if kind != "tensor")
 
 
-def main() -> None:
-    config = preset("llama-3.1-405b")
+def table_1() -> list[dict[str, str | float]]:
+    """Table 1 as it is printed, counted as it is printed, and without its three changes; in GiB."""
+    config, printed = preset("llama-3.1-405b"), clusters.get("dhelix-h100-16384").numbers
+    rows = list[dict[str, str | float]]()
     for name, mesh in TABLE_1.items():
-        for how in (True, False):
-            local, across = (volume / 2**30 for volume in local_and_across(volumes(config, mesh, how)))
-            print(f"{name}, {'as printed' if how else 'as computed'}: local {local:.1f} GiB, across {across:.1f} GiB")
+        counted, computed = (local_and_across(volumes(config, mesh, how)) for how in (True, False))
+        for place, kind in enumerate(("local communication", "cross-node communication")):
+            found = next(
+                one.value for one in printed
+                if one.workload.endswith(f"GPUs, {name}") and one.quantity == kind and one.unit == "GB"
+            )  # fmt: skip
+            rows.append({
+                "mesh": name, "what": kind, "published": found, "counted as there": round(counted[place] / 2**30, 1),
+                "computed": round(computed[place] / 2**30, 1),
+            })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    for row in table_1():
+        print(row)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rich.table import Table
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import NO_EFFECT
 from dhelix.launch.inspect import picture, tables, targets
-from dhelix.launch.inspect.flags import NONE, ONLY_DUMPS, ONLY_TRACES, TABLES
+from dhelix.launch.inspect.flags import NONE, ONLY_DUMPS, ONLY_TRACES, TABLES, chosen_tables
 from dhelix.launch.inspect.inspection import Inspection, inspect_module
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.times import costs_for, named
@@ -55,12 +55,12 @@ def run(values: flags.FlagValues, arguments: list[str]) -> None:
     if len(values.titles) > len(paths):
         raise DhelixError(f"--titles has {len(values.titles)} titles for {len(paths)} dump(s): give one for each dump")
     titles = [*values.titles, *_names(paths)[len(values.titles) :]]
-    show = TABLES if "all" in values.show else values.show
+    show = chosen_tables(values)
     if values.headline and not (values.png or values.html):
         raise DhelixError("--headline is printed in the picture; add --png FILE or --html FILE")
     are_traces = any(map(recording.is_trace, paths))
     kind, lacks = ("trace", ONLY_DUMPS) if are_traces else ("dump", ONLY_TRACES)
-    if values["show"].present and (wanted := set(values.show).intersection(lacks)):
+    if values["show"].present and show != list(TABLES) and (wanted := set(show).intersection(lacks)):
         has = ", ".join(table for table in TABLES if table not in lacks)
         raise DhelixError(f"a {kind} has no table {min(wanted)}: give one of {has}, or all, with --show")
     if are_traces:

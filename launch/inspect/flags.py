@@ -71,15 +71,23 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_list("titles", [], "titles in the picture, one for each dump", flag_values=values)
     flags.DEFINE_string("headline", "", "headline of the picture or the page", flag_values=values)
-    flags.DEFINE_multi_enum(
+    flags.DEFINE_multi_string(
         "show",
         list(SHOWN),
-        ["all", *TABLES],
-        f"tables to print; repeat the flag for several; only traces have {', '.join(ONLY_TRACES)}, only dumps "
-        f"{', '.join(ONLY_DUMPS)}",
+        f"tables to print, with commas between them: {', '.join(TABLES)}, or all; only traces have "
+        f"{', '.join(ONLY_TRACES)}, only dumps {', '.join(ONLY_DUMPS)}",
         flag_values=values,
     )
     flags.DEFINE_integer("top", 12, "largest number of rows in a table", lower_bound=1, flag_values=values)
+
+
+def chosen_tables(values: flags.FlagValues) -> list[str]:
+    """The tables of `--show`, which may be given several times. Raises DhelixError if one is unknown."""
+    names = [name.strip() for text in values.show for name in text.split(",")]
+    for name in names:
+        if name not in ("all", *TABLES):
+            raise DhelixError(f"--show {name}: there is no such table; give some of {', '.join(TABLES)}, or all")
+    return list(TABLES) if "all" in names else names
 
 
 def check(values: flags.FlagValues, arguments: list[str]) -> None:
