@@ -31,8 +31,12 @@ GRIDS = {
 BUDGETS = (10, 20, 30, 40, 60)
 
 
-def made(preset: str) -> tuple[Any, Any, list[Any]]:
-    """The task, the estimator, and the choices of the grid, in an order that mixes them."""
+def made(preset: str, part: str = "") -> tuple[Any, Any, list[Any]]:
+    """The task, the estimator, and the choices of the grid, in an order that mixes them.
+
+    Args:
+      part: a part of the grid, such as "pp=1,cp=1".
+    """
     from dhelix.launch.simulate import search
     from dhelix.launch.train import trainer
     from dhelix.launch.train.options import Options
@@ -54,7 +58,8 @@ def made(preset: str) -> tuple[Any, Any, list[Any]]:
         if estimator(choice).memory <= limit
     ]
     random.Random(0).shuffle(kept)
-    return task, estimator, kept
+    only = {name: int(value) for name, _, value in (text.partition("=") for text in part.split(",") if text)}
+    return task, estimator, [one for one in kept if all(getattr(one, name) == only[name] for name in only)]
 
 
 def simulate(task: Any, choice: Any) -> tuple[Any, dict[str, Any]]:
@@ -74,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     end = time.monotonic() + 60 * options.minutes
-    task, _, every = made(options.preset)
+    task, _, every = made(options.preset, options.part)
     done = read(options.out)
     left = [choice for choice in every if str(choice) not in done]
     print(f"{len(every)} points, {len(left)} of them left", flush=True)
@@ -128,20 +133,22 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     from dhelix.passes.simulation import layout_search
     from dhelix.profiles.clusters import known
 
-    _, estimator, every = made(options.preset)
+    _, estimator, every = made(options.preset, options.part)
     done, limit = read(options.out), known.find(CLUSTER).hardware.memory_bytes
     known_ones = sorted(choice for choice in every if str(choice) in done)
 
     def asked(chosen: Sequence[Any]) -> list[Any]:
         return [step_of(done[str(choice)], choice.system, limit) for choice in chosen]
 
-    best = min((row for row in done.values() if row.get("memory", limit + 1) <= limit), key=lambda row: row["seconds"])
+    of_grid = [done[str(choice)] for choice in known_ones]
+    best = min((row for row in of_grid if row.get("memory", limit + 1) <= limit), key=lambda row: row["seconds"])
     rows = []
     for budget in BUDGETS:
         found = layout_search.search(known_ones, estimator, asked, limit, budget)
         first = found.ranked[0]
         rows.append({
-            "model": options.preset, "points": len(known_ones), "of": len(every), "most simulations": budget,
+            "model": options.preset, "part": options.part, "points": len(known_ones), "of": len(every),
+            "most simulations": budget,
             "simulations": len(found.ranked) + len(found.others), "found s": round(first.seconds, 4),
             "best s": round(best["seconds"], 4), "longer": round(first.seconds / best["seconds"] - 1.0, 4),
         })  # fmt: skip
@@ -153,6 +160,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=GRIDS, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--part", default="", help="a part of the grid, such as pp=1,cp=1")
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
