@@ -101,6 +101,17 @@ def hardware_of(profile: Profile) -> Hardware:
     raise DhelixError(f"hardware {profile.hardware!r} is unknown: use one of {', '.join(ALL)}")
 
 
+type _Exact = tuple[Key, float, int]
+
+
+def _exact(key: Key) -> _Exact:
+    """The key with the numbers that it is compared without. Equal operators may differ by the bytes of an index.
+
+    Without them, an estimate would depend on which of the two was asked for first.
+    """
+    return (key, key.flops, key.bytes) if isinstance(key, OperatorKey) else (key, 0.0, 0)
+
+
 class Estimator:
     """Estimates times under one launch setting, from a profile and the description of the hardware."""
 
@@ -108,8 +119,8 @@ class Estimator:
         self.hardware, self.profile = hardware, profile
         self.section = profile.section(setting) if profile else Section(setting)
         self._everywhere = _all_sections(profile, self.section)
-        self._solo: dict[Key, Estimate] = {}
-        self._pairs: dict[tuple[Key, Key], tuple[PairEstimate, tuple[float, float]]] = {}
+        self._solo: dict[_Exact, Estimate] = {}
+        self._pairs: dict[tuple[_Exact, _Exact], tuple[PairEstimate, tuple[float, float]]] = {}
 
     def operator(self, key: OperatorKey) -> Estimate:
         return self.solo(key)
@@ -119,9 +130,10 @@ class Estimator:
 
     def solo(self, key: Key) -> Estimate:
         """The time of `key` while nothing else runs."""
-        known = self._solo.get(key)
+        exact = _exact(key)
+        known = self._solo.get(exact)
         if known is None:
-            known = self._solo[key] = self._find_solo(key)
+            known = self._solo[exact] = self._find_solo(key)
         return known
 
     def pair(self, first: Key, second: Key) -> PairEstimate:
@@ -190,9 +202,10 @@ class Estimator:
         return Estimate(seconds, Source.GUESS, seconds)
 
     def _pair(self, first: Key, second: Key) -> tuple[PairEstimate, tuple[float, float]]:
-        known = self._pairs.get((first, second))
+        both = _exact(first), _exact(second)
+        known = self._pairs.get(both)
         if known is None:
-            known = self._pairs[first, second] = self._find_pair(first, second)
+            known = self._pairs[both] = self._find_pair(first, second)
         return known
 
     def _find_pair(self, first: Key, second: Key) -> tuple[PairEstimate, tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,28 @@ def test_strands_hide_what_the_plain_step_waits_for(simulate: Simulate) -> None:
     assert strands["parts"]["exposed"] < megatron["parts"]["exposed"]
 
 
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_a_search_writes_what_runs_the_best(simulate: Simulate, tmp_path: Path) -> None:
+    flags = ("--preset=llama-8b", "--layers=2", "--seq=1024", "--vocab=1024", "--nodes=1", "--batch=16")
+    found = []
+    for processes in (1, 2):
+        status, text, _ = simulate(
+            "--search", *flags, "--mesh=tp=4", "--remat=none", "--pp=1", "--simulations=4", f"--processes={processes}",
+            f"--out={tmp_path / 'out'}", "--json",
+        )  # fmt: skip
+        assert status == 0
+        found.append(json.loads(text))
+    assert found[0] == found[1]
+    first, *others = found[0]["ranked"]
+    assert first["axes"]["tp"] == 4 and all(first["step"]["seconds"] <= one["step"]["seconds"] for one in others)
+    assert all(0.0 < one["step"]["mfu"] < 1.0 for one in found[0]["ranked"])
+    assert {name for name, lost in found[0]["why"]["schedule"].items() if lost["behind"] == 0.0} == {first["system"]}
+    script = (tmp_path / "out" / "launch.sh").read_text()
+    assert f"--mesh dp={first['axes']['dp']}" in script and "dhelix launch --processes 8" in script
+    assert (tmp_path / "out" / "plan.json").exists() == (first["system"] == "strands")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -69,7 +92,7 @@ def test_strands_hide_what_the_plain_step_waits_for(simulate: Simulate) -> None:
             "--mesh dp=16,tp=8 needs 128 GPUs, but h100-infiniband has 64; give --nodes 16",
         ),
         (("--preset=llama-8b", "--mesh=dp=3,tp=3"), "9 GPUs do not fill nodes of 8"),
-        (("--preset=llama-8b", "--cluster=gb200-nvl72", "--mesh=tp=8"), "dhelix cannot compile for GB200"),
+        (("--preset=llama-8b", "--cluster=CLUSTER", "--mesh=tp=8"), "dhelix cannot compile for L40S"),
         (("--preset=llama-8b", "--systems=fast"), "system 'fast' is unknown; choose from blocking"),
         (("--preset=llama-8b", "--systems="), "--systems is empty"),
         (("--preset=llama-8b", "--constants=between_gb_per_second"), "give NAME=NUMBER"),
@@ -78,9 +101,19 @@ def test_strands_hide_what_the_plain_step_waits_for(simulate: Simulate) -> None:
         (("--preset=llama-8b", "--nodes=0"), "nodes"),
         (("--preset=llama-8b", "--slowest_gpu=0.5"), "slowest_gpu"),
         (("--preset=llama-8b", "--profile=missing.json"), "missing.json"),
+        (("--preset=llama-8b", "--simulations=5"), "--simulations needs --search"),
+        (("--search",), "which model? give --preset NAME"),
+        (("--search", "--preset=llama-8b", "--systems=wavelet"), "--search compares xla and strands, not 'wavelet'"),
+        (("--search", "--preset=llama-8b", "--mesh=tp"), "give sizes of axes, such as tp=8"),
+        (("--search", "--preset=llama-8b", "--mesh=tp=3"), "no way to run llama-8b"),
+        (("--search", "--preset=llama-8b", "--cluster=CLUSTER"), "dhelix cannot compile for L40S"),
     ],
 )
-def test_bad_input_is_one_clear_error(simulate: Simulate, arguments: tuple[str, ...], words: str) -> None:
-    status, _, errors = simulate(*arguments)
+def test_bad_input_is_one_clear_error(
+    simulate: Simulate, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text('{"gpu": "L40S", "nodes": 1}')
+    status, _, errors = simulate(*(argument.replace("CLUSTER", str(cluster)) for argument in arguments))
     assert status in (1, 2) and words in errors and "Traceback" not in errors
     assert len(errors.strip().splitlines()) <= 2
