@@ -68,7 +68,9 @@ def simulate(step: dict[str, Any], system: str) -> dict[str, Any]:
         given["pipeline"] = "1f1b" if system == "xla" else "w"
     cluster, profile = known.find(CLUSTER).with_constants(step["constants"], "the chart"), None
     if step["constants"]:  # kernels as measured, but no collectives
-        section = storage.find("H100", "nvlink").section("default")
+        measured = storage.find("H100", "nvlink")
+        assert measured is not None  # it is shipped
+        section = measured.section("default")
         profile = Profile("H100", "nvlink", sections={"default": Section("default", operators=section.operators)})
     try:
         layout = programs.layout_of(Options(**given), cluster)
