@@ -121,6 +121,8 @@ def searched(chosen: Mapping[str, Any], given: frozenset[str], console: Console)
         return view, []
     if view.best.choice.system == "strands":
         say(console, "Making the plan of the best one.")
+    else:
+        say(console, "No plan.json: the best way has XLA's order, and the command carries it out.")
     return view, search_files.write(into, view, headline(view), task.options_of(view.best.choice), model)
 
 
@@ -167,7 +169,7 @@ def estimator_of(task: Task, shape: ModelShape, config: DecoderConfig) -> Estima
     times = MeasuredTimes(section.collectives, hardware, links) if section.collectives else LinkTimes(links)
     return Estimator(
         shape, compute_of(hardware, shape.sizes), hardware.gpus_per_node, times, hardware.intra_bandwidth,
-        hardware.inter_bandwidth, Overlap().on(hardware, section),
+        hardware.inter_bandwidth, hardware.kernel_seconds, Overlap().on(hardware, section),
     )  # fmt: skip
 
 

@@ -51,9 +51,8 @@ class SearchView:
     def command(self, choice: Choice) -> str:
         """The command that trains as `choice` says, on every node."""
         preset = self.options
-        mesh = ",".join(
-            f"{name}={choice.axes[name]}" for name in ("dp", "ep", "cp", "tp") if choice.axes[name] > 1 or name == "dp"
-        )
+        axes = ("dp", "ep", "cp", "tp") if choice.ep > 1 else ("dp", "cp", "tp")
+        mesh = ",".join(f"{name}={choice.axes[name]}" for name in axes)
         flags: dict[str, Any] = {
             "preset": preset.preset, "layers": preset.layers, "seq": preset.seq, "vocab": preset.vocab,
             "dtype": preset.dtype, "capacity": preset.capacity, "mesh": mesh,
@@ -85,6 +84,7 @@ class SearchView:
             "expected_not_to_fit": found.too_large,
             "left_out": self.left_out,
             "complete": found.complete,
+            "expected_to_be_faster": found.faster,
             "median_error_of_expected": found.error,
             "ranked": [_json(one) for one in found.ranked],
             "others": [_json(one) for one in found.others],
@@ -121,10 +121,14 @@ def headline(view: SearchView) -> str:
         gain = "; no simulated way in XLA's order fits"
         if plain:
             gain = f"; {plain.seconds / best.seconds:.2f} x as fast as the best in XLA's order"
+    faster = ""
+    if found.faster:
+        ways = f"{found.faster:,} other way{'s are' if found.faster > 1 else ' is'}"
+        faster = f" Not finished: {ways} expected to be faster; give more --simulations."
     return (
         f"{view.options.preset} on {view.cluster.gpus} GPUs, {view.batch} sequences a step: {best.choice}: "
         f"{milliseconds(best.seconds)} a step, MFU {best.step.mfu:.1%}{gain}. "
-        f"{best.step.certainty}"
+        f"{best.step.certainty}{faster}"
     )
 
 
@@ -134,10 +138,9 @@ def print_view(view: SearchView, console: Console) -> None:
     console.print(headline(view), style="bold", markup=False)
     say(console, f"{view.cluster.words()}. Times: {view.source}; and the cluster's constants.")
     number = len(found.ranked) + len(found.others)
-    error = "" if found.error is None else f"; expected times were off by {found.error:.1%} (median)"
-    end = "no other is expected within 2 % of the best" if found.complete else "more may be found with --simulations"
+    end = "no other is expected within 2 % of the best" if found.complete else "the search is not finished"
     say(console, f"{found.considered:,} ways considered, {found.too_large:,} of them expected not to fit; {number} "
-        f"simulated{error}; {end}.")  # fmt: skip
+        f"simulated; expected times were off by {found.error:.1%} (median); {end}.")  # fmt: skip
     console.print(_best(view))
     console.print(_reasons(view))
     for one in found.others:

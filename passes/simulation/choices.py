@@ -11,7 +11,7 @@ the same number of GPUs and the same batch. So the number of micro-batches follo
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -67,7 +67,8 @@ class Choice:
         return {axis: getattr(self, axis) for axis in _AXES}
 
     def __str__(self) -> str:
-        words = [self.mesh, f"{self.microbatches} micro-batches of {self.sequences}", f"remat {self.remat}"]
+        plural = "es" if self.microbatches > 1 else ""
+        words = [self.mesh, f"{self.microbatches} micro-batch{plural} of {self.sequences}", f"remat {self.remat}"]
         words += [f"states {self.states}", *([self.pipeline] if self.pipeline else []), self.system]
         return ", ".join(words)
 
@@ -145,7 +146,11 @@ def choices(shape: ModelShape, space: Space) -> tuple[list[Choice], dict[str, in
         else:
             found.append(choice)
     if not found:
-        most = max(left_out, key=lambda reason: left_out[reason], default="the given sizes do not fill the GPUs")
+        given = math.prod(int(space.fixed.get(axis, 1)) for axis in _AXES)
+        unfilled = (
+            f"the given sizes need {given} GPUs" if given > space.gpus else "the given sizes do not fill the GPUs"
+        )
+        most = max(left_out, key=lambda reason: left_out[reason], default=unfilled)
         raise DhelixError(
             f"no way to run {shape.sizes.name} with {space.batch} sequences a step on {space.gpus} GPUs: above all, "
             f"{most}; give fewer flags, another --batch, or another number of --nodes"
@@ -210,8 +215,3 @@ def _obstacle(choice: Choice, shape: ModelShape, space: Space) -> str:
     if choice.cp * choice.tp > space.gpus_per_node and choice.cp * choice.tp % space.gpus_per_node:
         return "cp x tp does not fill nodes"
     return ""
-
-
-def replaced(choice: Choice, **values: int | str) -> Choice:
-    """The same choice with other values."""
-    return dataclasses.replace(choice, **values)  # pyright: ignore[reportArgumentType]

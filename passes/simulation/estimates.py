@@ -4,7 +4,7 @@
     estimate.seconds, estimate.memory, estimate.parts["tensor parallelism"]
 
     part                    its time, exposed
-    compute                 operations of the micro-batches at the efficiencies of the GPU's description
+    compute                 operations of the micro-batches at the efficiencies of the GPU's description, and launches
     tensor parallelism      an all-gather and a reduce-scatter of the activations around both modules of a layer
     context parallelism     keys and values of all other GPUs of a ring
     experts                 two all-to-alls of the routed tokens
@@ -33,6 +33,7 @@ from dhelix.passes.simulation.choices import Choice, ModelShape
 _EXPOSED = {"xla": 0.9, "strands": 0.4}
 """Share of the communication between layers that makes the step longer; corrected by simulated steps."""
 
+_KERNELS = 15  # of a layer's forward
 _ACTIVATION = 2.0  # bytes of an element
 _BUCKET = 256e6
 
@@ -66,6 +67,7 @@ class Estimator:
       times: how long collectives take.
       between: bytes per second of one GPU to other nodes.
       within: bytes per second of one GPU inside its node.
+      kernel_seconds: fixed time of a kernel.
       overlap: how much collectives of states and compute slow each other down.
     """
 
@@ -75,6 +77,7 @@ class Estimator:
     times: CollectiveTimes
     within: float
     between: float
+    kernel_seconds: float
     overlap: Overlap
 
     def __call__(self, choice: Choice) -> Estimate:
@@ -93,10 +96,11 @@ class Estimator:
             "context parallelism": exposed * self._context(choice, batch.tokens),
             "experts": exposed * self._experts(choice, batch.tokens),
         }
-        stage = states.compute + sum(between.values())
+        compute = states.compute + layers * _KERNELS * self.kernel_seconds
+        stage = compute + sum(between.values())
         chunks = 1 if choice.pipeline in ("", "1f1b") else 2
         parts = {
-            "compute": states.compute,
+            "compute": compute,
             **between,
             "model states": states.exposed,
             "pipeline": stage * (choice.pp - 1) / chunks / choice.microbatches,

@@ -10,7 +10,8 @@
    simulated steps by least squares. It is fitted for time and for memory.
 4. The choices that are then expected to be the fastest are simulated, some at once, and step 3 follows again. Those
    that are expected to be slower than the best one by more than MARGIN are not.
-5. Then values of which nothing simulated fits get a choice that is expected to fit.
+5. Then follows, for each value of each trait, the choice that is expected to be the best with it, so that the reasons
+   are simulated, too.
 6. It ends if nothing is left for steps 4 and 5, or if `simulations` are done.
 
 A choice counts only if it was simulated. What is estimated only says where to look. The order of simulations follows
@@ -39,6 +40,11 @@ MARGIN = 0.02
 
 _SPILL = 1.1
 """A choice is simulated if it is expected to need at most this share of the memory: the compiler decides."""
+
+_HOPELESS = 2.0
+"""If all estimates exceed the memory by this factor, nothing is simulated."""
+
+_CURE = "give more --nodes, a smaller --seq, or GPUs with more memory"
 
 _STIFFNESS = 0.3
 """Weight of small corrections against errors of the simulated steps."""
@@ -73,10 +79,11 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Lost:
-    """The best choice with one value of a trait.
+    """The best choice with one value of a trait, as far as is known.
 
     Attributes:
-      behind: how much longer than the best of all, as a fraction; infinite if none fits.
+      behind: how much longer than the best of all, as a fraction; infinite if none fits. It is below 0 only if the
+        search ended before it came to this choice.
       simulated: whether its time is simulated. If not, it is expected.
       why: what costs the time, or what does not fit.
     """
@@ -96,8 +103,10 @@ class Found:
       others: simulated choices that do not fit or cannot run.
       reasons: by trait and value, the best choice with this value.
       considered, too_large: numbers of all choices, and of those that are expected not to fit.
-      error: median error of the expected times, of the simulations after the first ones; None if there were none.
-      complete: whether the search ended before it had done all simulations that were allowed.
+      error: median error of expected times: of the simulations after the first correction, or if there were none, of
+        all; as a fraction.
+      faster: how many choices that were not simulated are expected to be faster than the best.
+      complete: whether no choice that is left is expected within MARGIN of the best.
     """
 
     ranked: tuple[Simulated, ...]
@@ -105,7 +114,8 @@ class Found:
     reasons: Mapping[str, Mapping[str, Lost]]
     considered: int
     too_large: int
-    error: float | None
+    error: float
+    faster: int
     complete: bool
 
 
@@ -129,11 +139,12 @@ def search(
     """
     # 1.
     state = _State(choices, [estimator(choice) for choice in choices], limit)
+    state.check_memory()
     # 2.
     first = state.cover()[:simulations]
     state.take(first, simulate)
     on_round(state.done)
-    covered, complete = len(state.done), False
+    covered = len(state.done)
     while len(state.done) < simulations:
         # 3.
         state.correct()
@@ -141,12 +152,11 @@ def search(
         chosen = (state.promising() or state.uncovered())[: min(AT_ONCE, simulations - len(state.done))]
         # 6.
         if not chosen:
-            complete = True
             break
         state.take(chosen, simulate)
         on_round(state.done)
     state.correct()
-    return state.found(covered, complete)
+    return state.found(covered)
 
 
 @dataclass
@@ -160,11 +170,11 @@ class _State:
 
     def __post_init__(self) -> None:
         names = sorted({(trait, value) for choice in self.choices for trait, value in choice.traits().items()})
-        index = {name: number for number, name in enumerate(names)}
+        self.column = {name: number for number, name in enumerate(names)}
         self.features = np.zeros((len(self.choices), len(names) + 1))
         self.features[:, -1] = 1.0  # the error that all have
         for row, choice in enumerate(self.choices):
-            self.features[row, [index[trait] for trait in choice.traits().items()]] = 1.0
+            self.features[row, [self.column[trait] for trait in choice.traits().items()]] = 1.0
         self.seconds = np.array([estimate.seconds for estimate in self.estimates])
         self.memory = np.array([estimate.memory for estimate in self.estimates])
         self.row = {choice: number for number, choice in enumerate(self.choices)}
@@ -177,25 +187,29 @@ class _State:
 
     def cover(self) -> list[int]:
         """For each value of each trait the choice with the best estimate that fits; the best of all first."""
-        found = self._first_with_others(set(), _SPILL * self.limit)
-        if not found:  # nothing fits by the estimates, which are coarse: those that need least
+        if not self.fits.any():  # nothing fits by the estimates, which are coarse: those that need least
             return [int(row) for row in np.argsort(self.memory, kind="stable")[:AT_ONCE]]
+        found, covered = list[int](), set[tuple[str, str]]()
+        for row in np.lexsort((np.arange(len(self.choices)), self.seconds)):
+            traits = set(self.choices[row].traits().items())
+            if self.fits[row] and traits - covered:
+                found.append(int(row))
+                covered |= traits
         return found
 
     def uncovered(self) -> list[int]:
-        """For each value without a simulated choice that fits, the choice that is expected to be the fastest."""
-        covered = {trait for one in self.done if one.fits for trait in one.choice.traits().items()}
-        return self._first_with_others(covered, self.limit) if covered else []
+        """The choices that are the best with a value of a trait, but were not simulated."""
+        best = {self._best_with(trait, value) for trait, value in self.column}
+        return sorted((row for row in best if row is not None and self.left[row]), key=lambda row: self.seconds[row])
 
-    def _first_with_others(self, covered: set[tuple[str, str]], limit: float) -> list[int]:
-        """The fastest choices that need at most `limit`, each with a value that none before it and `covered` have."""
-        found = list[int]()
-        for row in np.lexsort((np.arange(len(self.choices)), self.seconds)):
-            traits = set(self.choices[row].traits().items())
-            if self.left[row] and self.memory[row] <= limit and traits - covered:
-                found.append(int(row))
-                covered = covered | traits
-        return found
+    def _best_with(self, trait: str, value: str) -> int | None:
+        """The fastest choice with a value that fits: simulated, or expected to be."""
+        times = np.where(self.left & (self.memory <= self.limit), self.seconds, math.inf)
+        for one in self.done:
+            times[self.row[one.choice]] = one.seconds if one.fits else math.inf
+        times[self.features[:, self.column[trait, value]] == 0.0] = math.inf
+        row = int(np.argmin(times))
+        return row if math.isfinite(times[row]) else None
 
     def take(self, rows: Sequence[int], simulate: Simulate) -> None:
         """Simulates some choices."""
@@ -235,22 +249,33 @@ class _State:
         found = [int(row) for row in rows if self.left[row] and self.seconds[row] <= within]
         return [row for row in found if best is None or self.fits[row]]
 
-    def found(self, covered: int, complete: bool) -> Found:
+    def found(self, covered: int) -> Found:
         """The result. The first `covered` simulations came before any correction."""
         best = self.best
         if best is None:
             raise DhelixError(self._nothing_fits())
         ranked = sorted((one for one in self.done if one.fits), key=lambda one: (one.seconds, self.row[one.choice]))
-        errors = [abs(one.seconds / one.expected - 1.0) for one in self.done[covered:] if one.step]
+        later = [one for one in self.done[covered:] if one.step] or [one for one in self.done if one.step]
+        left = self.left & (self.memory <= self.limit)
         return Found(
             tuple(ranked),
             tuple(one for one in self.done if not one.fits),
             self._reasons(best),
             len(self.choices),
             int((self.memory > self.limit).sum()),
-            float(np.median(errors)) if errors else None,
-            complete,
+            float(np.median([abs(one.seconds / one.expected - 1.0) for one in later])),
+            int((left & (self.seconds < best.seconds)).sum()),
+            not self.promising(),
         )
+
+    def check_memory(self) -> None:
+        """Raises DhelixError if nothing can fit, however coarse the estimates are."""
+        least = int(np.argmin(self.memory))
+        if self.memory[least] > _HOPELESS * self.limit:
+            raise DhelixError(
+                f"nothing fits into {in_words(self.limit)}: the least is estimated to need "
+                f"{in_words(float(self.memory[least]))} ({self.choices[least]}); {_CURE}"
+            )
 
     def _nothing_fits(self) -> str:
         steps = [one for one in self.done if one.step]
@@ -260,37 +285,33 @@ class _State:
         assert least.step is not None
         return (
             f"nothing fits into {in_words(self.limit)}: the least of {len(steps)} simulated steps needs "
-            f"{in_words(least.step.memory)}, {in_words(least.step.missing)} too much ({least.choice}); give more "
-            "--nodes, a smaller --seq, or GPUs with more memory"
+            f"{in_words(least.step.memory)}, {in_words(least.step.missing)} too much ({least.choice}); {_CURE}"
         )
 
     def _reasons(self, best: Simulated) -> dict[str, dict[str, Lost]]:
         """For each trait, the best choice with each of its values, in their order."""
         assert best.step is not None
         found: dict[str, dict[str, Lost]] = {}
-        traits = [choice.traits() for choice in self.choices]
         for trait in best.choice.traits():
-            values = sorted({one[trait] for one in traits}, key=lambda text: (not text.isdecimal(), len(text), text))
+            known = [value for name, value in self.column if name == trait]
+            values = sorted(known, key=lambda text: (not text.isdecimal(), len(text), text))
             if len(values) > 1:
-                found[trait] = {value: self._lost(trait, value, best, traits) for value in values}
+                found[trait] = {value: self._lost(trait, value, best) for value in values}
         return found
 
-    def _lost(self, trait: str, value: str, best: Simulated, traits: Sequence[Mapping[str, str]]) -> Lost:
-        assert best.step is not None
-        rows = [row for row, of in enumerate(traits) if of[trait] == value]
+    def _lost(self, trait: str, value: str, best: Simulated) -> Lost:
+        row = self._best_with(trait, value)
         simulated = [one for one in self.done if one.choice.traits()[trait] == value]
-        fitting = [one for one in simulated if one.fits]
-        if fitting:
-            first = min(fitting, key=lambda one: (one.seconds, self.row[one.choice]))
-            return Lost(first.choice, first.seconds / best.seconds - 1.0, True, _why(first, best))
-        expected = [row for row in rows if self.left[row] and self.memory[row] <= self.limit]
-        if expected:
-            row = min(expected, key=lambda row: self.seconds[row])
-            return Lost(self.choices[row], float(self.seconds[row]) / best.seconds - 1.0, False, "expected only")
-        refused = next((one.refused for one in simulated if one.refused), "")
-        least = min((one.step.missing for one in simulated if one.step), default=None)
-        missing = f"does not fit: {in_words(least)} too much" if least else "does not fit, as estimated"
-        return Lost(None, math.inf, bool(simulated), refused if refused and least is None else missing)
+        if row is None:
+            refused = next((one.refused for one in simulated if one.refused), "")
+            least = min((one.step.missing for one in simulated if one.step), default=None)
+            missing = f"does not fit: {in_words(least)} too much" if least else "does not fit, as estimated"
+            return Lost(None, math.inf, bool(simulated), refused if refused and least is None else missing)
+        if self.left[row]:
+            behind = float(self.seconds[row]) / best.seconds - 1.0
+            return Lost(self.choices[row], behind, False, "expected" if behind >= 0.0 else "expected, not reached")
+        (one,) = (one for one in simulated if one.choice == self.choices[row])
+        return Lost(one.choice, one.seconds / best.seconds - 1.0, True, _why(one, best))
 
 
 def _ridge(features: np.ndarray, errors: np.ndarray) -> np.ndarray:

@@ -67,7 +67,10 @@ class SimulatedStep:
 
     @property
     def hidden(self) -> float:
-        """Fraction of the communication's time alone that does not lengthen the step. Slow-down lengthens it."""
+        """Fraction of the communication's time alone that does not lengthen the step.
+
+        Slow-down of compute lengthens it, and so do waits for the last GPU of a collective. So it may be below 0.
+        """
         cost = self.parts.exposed + self.parts.slow_down
         return 1.0 - cost / self.parts.sent if self.parts.sent else 0.0
 
@@ -113,5 +116,5 @@ class SimulatedStep:
 
 
 def fastest(steps: Sequence[SimulatedStep]) -> SimulatedStep:
-    """The fastest step that fits; the fastest of all if none fits."""
-    return min(steps, key=lambda step: (step.missing > 0, step.seconds))
+    """The fastest step that fits; the fastest of all if none fits. `blocking` is for comparison, so it comes last."""
+    return min(steps, key=lambda step: (step.system == "blocking", step.missing > 0, step.seconds))

@@ -48,10 +48,11 @@ def chosen(names: list[str]) -> list[System]:
     return [system for system in _ALL if system.name in names]
 
 
-def blocking(parts: StepParts) -> StepParts:
+def blocking(parts: StepParts, peers: float) -> StepParts:
     """The parts of a step if compute waits for each of its collectives. Nothing overlaps, so nothing slows down.
 
     Args:
       parts: those of the same program in any order.
+      peers: seconds in which its collectives wait for their last GPU.
     """
-    return replace(parts, exposed=parts.sent, slow_down=0.0, guessed_overlap=0.0, exposed_by=())
+    return replace(parts, exposed=parts.sent + peers, slow_down=0.0, guessed_overlap=0.0, exposed_by=())

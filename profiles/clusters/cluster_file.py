@@ -70,6 +70,7 @@ def of_json(content: Any, where: str, name: str = "cluster") -> Cluster:
     """
     if not isinstance(content, dict):
         raise ClusterError(f"{where} is not a JSON object; docs/guide/simulate.md shows a cluster file")
+    content = {**content, "gpu": _gpu(content["gpu"])} if "gpu" in content else content
     _check_keys(content, where)
     gpu, described = content["gpu"], describe(content["gpu"])
     fields: dict[str, Any] = {"gpus_per_node": content.get("gpus_per_node", described.gpus_per_node)}
@@ -156,3 +157,8 @@ def _link(content: Mapping[str, Any], gpu: str, own_links: bool, where: str) -> 
             f"{where}: nothing was measured on {gpu} with link {said}; run `dhelix profile` there, or give link none"
         )
     return str(said)
+
+
+def _gpu(name: Any) -> Any:
+    """The GPU's name as profiles have it; a name that is unknown as it is."""
+    return next((gpu for gpu in GPUS if isinstance(name, str) and gpu.lower() == name.lower()), name)

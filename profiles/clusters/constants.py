@@ -57,7 +57,7 @@ class Constant:
         if not self.least <= value <= self.most:
             raise ClusterError(
                 f"{where}: {name} is {value:g}, but {self.words} is between {self.least:g} and {self.most:g}; "
-                "check the unit"
+                f"check the unit{' (400 Gb/s are 50 GB/s)' if name.endswith('gb_per_second') else ''}"
             )
         return self.unit * value
 
@@ -88,7 +88,7 @@ CONSTANTS: dict[str, Constant] = {
     ),
     "inside_us": Constant("intra_latency", 1e-6, 0, 1_000, "µs until a collective inside a node starts", _GUESS),
     "between_gb_per_second": Constant(
-        "inter_bandwidth", 1e9, 0.01, 500, "GB/s of a GPU that collectives reach between nodes (bus bandwidth)", _GUESS
+        "inter_bandwidth", 1e9, 0.01, 250, "GB/s of a GPU that collectives reach between nodes (bus bandwidth)", _GUESS
     ),
     "between_us": Constant("inter_latency", 1e-6, 0, 10_000, "µs until a collective between nodes starts", _GUESS),
     "compute_rate": Constant(

@@ -19,18 +19,19 @@ from typing import Any, Literal
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.step_parts import step_parts
+from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import Pass, Stage
 from dhelix.passes.framework.report import CHANGED, UNCHANGED, Report
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.sharding.planner import in_words
-from dhelix.passes.simulation import systems
+from dhelix.passes.simulation import systems as known_systems
 from dhelix.passes.simulation.cluster_costs import ClusterCosts, Spread
 from dhelix.passes.simulation.megatron_order import MegatronOrder
 from dhelix.passes.simulation.round_robin import RoundRobin
 from dhelix.passes.simulation.simulated_step import SimulatedStep, Work, fastest
 from dhelix.passes.simulation.systems import System
-from dhelix.profiles.clusters import known
+from dhelix.profiles.clusters import cluster_file, known
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.compiler import deviceless, memory_need
@@ -87,7 +88,8 @@ class Simulation:
         )
         rows = [
             f"  {one.system}: {milliseconds(one.seconds)}, {milliseconds(one.parts.exposed)} of it exposed "
-            f"communication, {in_words(one.memory)}{f', {in_words(one.missing)} too much' if one.missing else ''}"
+            f"communication, {one.mfu:.1%} of the peak, {in_words(one.memory)}"
+            f"{f', {in_words(one.missing)} too much' if one.missing else ''}{_waits(one)}"
             for one in self.steps
         ]
         notes = [f"  {one.system}: {note}" for one in self.steps for note in one.notes]
@@ -112,11 +114,17 @@ class Simulation:
         }
 
 
+def _waits(step: SimulatedStep) -> str:
+    """What compute waits for, in words."""
+    waits = ", ".join(f"{words} {milliseconds(seconds)}" for words, seconds in step.parts.exposed_by if seconds > 0.0)
+    return f"; compute waits for {waits}" if waits else ""
+
+
 def simulate(
     step: Callable[..., Any],
     *args: Any,
-    cluster: str | Cluster = "h100-infiniband",
-    compared: Sequence[str] = ("blocking", "xla", "strands"),
+    cluster: str | Mapping[str, Any] | Cluster = "h100-infiniband",
+    systems: Sequence[str] = ("blocking", "xla", "strands"),
     constants: Mapping[str, float] | None = None,
     slowest_gpu: float = 1.0,
     slowest_link: float = 1.0,
@@ -129,30 +137,41 @@ def simulate(
     Args:
       step: the step: a function, the result of `jax.jit`, or of `strand_interleave`.
       *args: its arguments: `jax.ShapeDtypeStruct`s with shardings over `dhelix.deviceless.mesh(...)`.
-      cluster: a name, a JSON file, or a cluster. It gets as many nodes as the mesh fills. docs/guide/simulate.md says
-        what there is.
-      compared: ways to run the step, of `dhelix.passes.simulation.systems.SYSTEMS`.
+      cluster: a name, a JSON file, the values of such a file, or a cluster. It gets as many nodes as the mesh fills.
+        docs/guide/simulate.md says what there is.
+      systems: ways to run the step, of `dhelix.passes.simulation.systems.SYSTEMS`.
       constants: constants of the cluster by name, instead of its own.
       slowest_gpu, slowest_link: how many times longer the slowest GPU computes, and a collective takes until its
         slowest part has arrived.
       setting: launch setting whose measured times are used.
-      model_flops: floating-point operations of the model in a step, for MFU; default: what the program computes.
+      model_flops: floating-point operations of the model in a step, for MFU; default: what the program computes, with
+        what it computes again for rematerialization.
       tokens: tokens of a step, for tokens per second.
 
     Raises:
       DhelixError: the arguments are not on GPUs, the cluster has other or fewer GPUs, or a system is unknown.
     """
-    chosen = systems.chosen(list(compared))
+    chosen = known_systems.chosen(list(systems))
     if not chosen:
-        raise DhelixError(f"compared is empty; give some of {', '.join(systems.SYSTEMS)}")
+        raise DhelixError(f"systems is empty; give some of {', '.join(known_systems.SYSTEMS)}")
     decorated = step if isinstance(step, InterleavedStep) else interleaved(step, StepOptions())
-    described = known.find(cluster) if isinstance(cluster, str) else cluster
-    described = described.with_constants(dict(constants or {}), "constants=")
+    described = _described(cluster).with_constants(dict(constants or {}), "constants=")
     of_step = _filled(described, args)
     model = ClusterCosts.of(of_step, setting, Spread(slowest_gpu, slowest_link))
     work = Work(tokens, model_flops, of_step.gpus, of_step.hardware.peak_flops)
     steps = tuple(simulated(decorated, args, chosen, model, of_step, work))
+    if model_flops and max(one.mfu for one in steps) > 1.0:
+        raise DhelixError(
+            f"model_flops={model_flops:g} would be more than {of_step.gpus} GPUs can compute in a step; give the "
+            "operations of one step, forward and backward"
+        )
     return Simulation(str(getattr(step, "__name__", "step")), of_step, model.words, steps)
+
+
+def _described(cluster: str | Mapping[str, Any] | Cluster) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    return known.find(cluster) if isinstance(cluster, str) else cluster_file.of_json(dict(cluster), "cluster=")
 
 
 def _filled(cluster: Cluster, args: Sequence[Any]) -> Cluster:
@@ -196,19 +215,25 @@ def simulated(
       model: costs of the cluster.
       work: what a step computes; operations of 0 stand for those of the program.
     """
-    plain = None
+    plain, in_xlas_order = None, math.inf
     for system in compared:
         if system.plain:
             plain = program = plain or compiled(step, args, system, model)
         else:
             program = compiled(step, args, system, model)
-        parts = step_parts(program.module, model.costs(), program.memory)
+        costs = model.costs()
+        played = simulate_module(program.module, costs.hardware, costs)
+        parts = step_parts(program.module, costs, program.memory, played)
         if system.name == "blocking":
-            parts = systems.blocking(parts)
+            waits = costs.in_step.wait if costs.estimator else 0.0
+            parts = known_systems.blocking(parts, waits * sum(one.count for one in played.collectives))
         counted = work if work.flops else Work(work.tokens, parts.flops * work.gpus, work.gpus, work.peak)
-        yield SimulatedStep(
-            system.name, parts, program.memory, counted, cluster.hardware.memory_bytes, program.notes
-        )  # fmt: skip
+        notes = program.notes
+        if system.name == "xla":
+            in_xlas_order = parts.seconds
+        elif system.name == "strands" and parts.seconds > in_xlas_order:
+            notes = (*notes, "slower than XLA's order, so @strand_interleave would keep that; its report says why")
+        yield SimulatedStep(system.name, parts, program.memory, counted, cluster.hardware.memory_bytes, notes)
 
 
 def compiled(step: InterleavedStep, args: Sequence[Any], system: System, model: CostModel) -> CompiledStep:

@@ -45,7 +45,7 @@ def test_a_cluster_without_measured_times(simulate: Simulate) -> None:
     assert found["cluster"]["nodes"] == 1 and "nothing was measured on A40" in found["measured_times"]
     _check(found)
     waiting, scheduled = found["steps"]
-    assert waiting["parts"]["exposed"] == pytest.approx(waiting["communication"])
+    assert waiting["parts"]["exposed"] > waiting["communication"]  # and each collective waits for its last GPU
     assert scheduled["communication"] == pytest.approx(waiting["communication"])
 
 

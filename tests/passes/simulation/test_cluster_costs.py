@@ -61,7 +61,7 @@ def test_bad_values_are_errors() -> None:
 
 def test_numbers_of_a_step() -> None:
     model = ClusterCosts.of(known.find("dhelix-a40"))
-    parts = systems.blocking(step_parts(HloModule.from_text(PRODUCTS), model.costs()))
+    parts = systems.blocking(step_parts(HloModule.from_text(PRODUCTS), model.costs()), peers=0.0)
     assert parts.exposed == parts.sent and not parts.slow_down
     work = Work(tokens=1000, flops=8e12 * parts.seconds, gpus=8, peak=4e12)
     step = SimulatedStep("blocking", parts, memory=50, work=work, limit=40.0)

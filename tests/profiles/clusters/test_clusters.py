@@ -53,7 +53,7 @@ def test_named_clusters_say_where_every_constant_comes_from(name: str) -> None:
         ({**MINIMAL, "oversubscription": 2}, "also give nodes_per_leaf"),
         ({**MINIMAL, "nodes_per_leaf": 8, "oversubscription": 0.5}, "oversubscription is 0.5"),
         ({**MINIMAL, "constants": {"bandwidth": 3}}, "there is no constant 'bandwidth'; use one of peak_tflops"),
-        ({**MINIMAL, "constants": {"between_gb_per_second": 45e9}}, "is between 0.01 and 500; check the unit"),
+        ({**MINIMAL, "constants": {"between_gb_per_second": 45e9}}, "is between 0.01 and 250; check the unit"),
         ({**MINIMAL, "constants": {"between_gb_per_second": "45"}}, "'45'; give a number"),
         ({**MINIMAL, "constants": {"between_gb_per_second": {"value": 4}}}, 'is a number, or {"value"'),
         ({**MINIMAL, "notes": "none"}, "notes is a list of texts"),

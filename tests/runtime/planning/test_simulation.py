@@ -44,10 +44,10 @@ def test_two_strands_hide_what_the_plain_step_waits_for() -> None:
     blocking, xla, strands = found.steps
     assert found.cluster.nodes == 2 and found.cluster.name == "h100-roce"
     assert found.fastest is strands and strands.parts.exposed < xla.parts.exposed
-    assert blocking.parts.exposed == pytest.approx(blocking.parts.sent)
+    assert blocking.parts.exposed > blocking.parts.sent  # each collective also waits for its last GPU
     assert 0.0 < strands.mfu < 1.0 and strands.tokens_per_second > 0.0
     assert "strands takes" in str(found) and "are guesses" in str(found)
-    slower = dhelix.simulate(step, *args, cluster="h100-roce", compared=["xla"], slowest_gpu=1.5)
+    slower = dhelix.simulate(step, *args, cluster="h100-roce", systems=["xla"], slowest_gpu=1.5)
     assert slower.steps[0].parts.compute == pytest.approx(1.5 * xla.parts.compute, rel=0.01)
 
 
@@ -57,9 +57,11 @@ def test_two_strands_hide_what_the_plain_step_waits_for() -> None:
     [
         ({"cluster": "a100-infiniband"}, "the arguments are on H100s, but a100-infiniband has A100s; .*'a100'"),
         ({"cluster": known.find("h100-roce").with_nodes(1)}, "the mesh has 16 GPUs, but h100-roce has 8"),
-        ({"compared": []}, "compared is empty"),
-        ({"compared": ["magic"]}, "'magic' is unknown"),
+        ({"systems": []}, "systems is empty"),
+        ({"systems": ["magic"]}, "'magic' is unknown"),
         ({"constants": {"speed": 1.0}}, "there is no constant 'speed'"),
+        ({"cluster": {"gpu": "H100", "nodes": 0}}, "nodes"),
+        ({"cluster": {"gpu": "H100"}}, "cluster="),
     ],
 )
 def test_what_does_not_fit_is_said_at_once(options: dict[str, Any], message: str) -> None:
