@@ -22,12 +22,16 @@ from dhelix.launch.train.mesh_axes import mesh_axes
 from dhelix.models import Training
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.passes.pipeline_fold import PipelineCosts, evaluate, make_schedule
+from dhelix.passes.pipeline_fold import layout_of as schedule_layout
 from dhelix.passes.simulation.cluster_costs import ClusterCosts
 from dhelix.passes.simulation.simulated_step import SimulatedStep, Work
 from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.planning import simulation
+
+_FORWARD, _BACKWARD = 1, 2  # times of a layer, relative to each other
 
 
 @dataclass(frozen=True)
@@ -105,3 +109,17 @@ def simulated(
 def arguments(training: Training, batch: int) -> tuple[Any, Any]:
     """The arguments of the step as shapes."""
     return training.abstract_state(), training.abstract_batch(batch)
+
+
+def bubble_of(options: trainer.Options) -> float:
+    """Idle time over ideal time of the step's pipeline, if all layers take equally long; 0 without a pipeline.
+
+    Embedding and head are left out. With `1f1b`, `interleaved` and `dualpipev`, the stage that computes the head works
+    longer, and the others wait for it.
+    """
+    if options.pp == 1:
+        return 0.0
+    name, layers = options.pipeline or "w", trainer.configuration(options).layers
+    layout = schedule_layout(name, layers, options.pp, options.chunks_per_stage or 2)
+    schedule = make_schedule(name, layout, options.microbatches)
+    return float(evaluate(schedule, PipelineCosts(_FORWARD, _BACKWARD)).bubble_fraction)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.shown.progress import say
-from dhelix.launch.simulate.programs import Layout
+from dhelix.launch.simulate.programs import Layout, bubble_of
 from dhelix.launch.train.options import Options
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.simulation.cluster_costs import Spread
@@ -75,6 +75,7 @@ class SimulationView:
                 "notes": list(cluster.notes),
             },
             "measured_times": self.source,
+            "bubble": bubble_of(self.options),
             "slowest_gpu": self.spread.compute,
             "slowest_link": self.spread.communication,
             "steps": [step.to_json() for step in self.steps],
@@ -101,6 +102,12 @@ def print_view(view: SimulationView, console: Console) -> None:
     mesh = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one GPU"
     say(console, f"{view.layout.cluster.words()}. Mesh: {mesh}. {view.steps[0].work.tokens:,} tokens a step.")
     say(console, f"Times: {view.source}; and the constants below.")
+    if bubble := bubble_of(view.options):
+        name = view.options.pipeline or "w"
+        say(
+            console,
+            f"Pipeline {name}: stages are idle for {bubble:.1%} of their work (bubble), if they work equally long.",
+        )
     if view.spread != Spread():
         words = f"the slowest GPU takes {view.spread.compute:g} x as long, collectives {view.spread.communication:g} x"
         say(console, f"Spread: {words}.")
