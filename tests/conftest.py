@@ -39,6 +39,7 @@ if _plugin and not list(Path("/dev").glob("nvidia[0-9]*")):
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from absl import logging  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 BEGUN = pytest.StashKey[float]()  # when all tests were collected, in seconds of the monotonic clock
@@ -56,10 +57,16 @@ def cpu_devices() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that is logged once in a process is logged again in each test. So the order of tests does not matter."""
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A line that is logged once in a process is logged again in each test, and commands do not silence later tests.
+
+    So the order of tests does not matter.
+    """
+    verbosity = logging.get_verbosity()
     if manager := sys.modules.get("dhelix.passes.framework.manager"):
         monkeypatch.setattr(manager, "_said", set())
+    yield
+    logging.set_verbosity(verbosity)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
