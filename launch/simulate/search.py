@@ -182,8 +182,7 @@ class Simulations(contextlib.AbstractContextManager["Simulations"]):
 
     def _started(self) -> concurrent.futures.ProcessPoolExecutor:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a GPU of this machine has nothing to do
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of each choice that needs much memory
-        return concurrent.futures.ProcessPoolExecutor(self.processes, multiprocessing.get_context("spawn"))
+        return _pool(self.processes)
 
     def __call__(self, chosen: Sequence[Choice]) -> Iterator[SimulatedStep | str]:
         tasks = [self._pool.submit(simulated, self.task, choice) for choice in chosen]
@@ -196,7 +195,7 @@ class Simulations(contextlib.AbstractContextManager["Simulations"]):
 
     def _alone(self, choice: Choice) -> SimulatedStep | str:
         """The result of a choice that is simulated in a process of its own."""
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with _pool(1) as pool:
             result = self._result(pool.submit(simulated, self.task, choice).result)
         return "the compiler crashed" if result is None else result
 
@@ -209,6 +208,18 @@ class Simulations(contextlib.AbstractContextManager["Simulations"]):
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+
+def _pool(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(processes, spawn, initializer=_silence)
+
+
+def _silence() -> None:
+    """Drops what libraries write to stderr: XLA warns of each choice that needs much memory. Errors come as results."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
 
 
 def simulated(task: Task, choice: Choice) -> SimulatedStep | str:

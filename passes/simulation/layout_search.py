@@ -12,7 +12,8 @@
    that are expected to be slower than the best one by more than MARGIN are not.
 5. Then follows, for each value of each trait, the choice that is expected to be the best with it, so that the reasons
    are simulated, too.
-6. It ends if nothing is left for steps 4 and 5, or if `simulations` are done.
+6. It ends if nothing is left for steps 4 and 5, or if `simulations` are done. The best one is also simulated in XLA's
+   order, so that its gain over the same mesh is known.
 
 A choice counts only if it was simulated. What is estimated only says where to look. The order of simulations follows
 from the choices alone, so results are equal on every machine.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -155,6 +156,7 @@ def search(
             break
         state.take(chosen, simulate)
         on_round(state.done)
+    state.take(state.counterpart(), simulate)
     state.correct()
     return state.found(covered)
 
@@ -201,6 +203,13 @@ class _State:
         """The choices that are the best with a value of a trait, but were not simulated."""
         best = {self._best_with(trait, value) for trait, value in self.column}
         return sorted((row for row in best if row is not None and self.left[row]), key=lambda row: self.seconds[row])
+
+    def counterpart(self) -> list[int]:
+        """The best choice in XLA's order, if it was not simulated."""
+        if self.best is None or self.best.choice.pp > 1:
+            return []
+        row = self.row.get(replace(self.best.choice, system="xla"))
+        return [row] if row is not None and self.left[row] else []
 
     def _best_with(self, trait: str, value: str) -> int | None:
         """The fastest choice with a value that fits: simulated, or expected to be."""
