@@ -55,14 +55,11 @@ def simulate(step: dict[str, Any], system: str) -> dict[str, Any]:
     from dhelix.errors import DhelixError
     from dhelix.launch.simulate import programs
     from dhelix.launch.train.options import Options
-    from dhelix.passes.simulation import systems
     from dhelix.passes.simulation.cluster_costs import ClusterCosts
     from dhelix.profiles.clusters import known
     from dhelix.profiles.files import storage
     from dhelix.profiles.profile import Profile, Section
-    from dhelix.runtime.compiler import deviceless
 
-    deviceless.prepare_environment()
     given = {name: value for name, value in step["options"].items() if value is not None}
     if "pp" in given:
         given["pipeline"] = "1f1b" if system == "xla" else "w"
@@ -73,13 +70,10 @@ def simulate(step: dict[str, Any], system: str) -> dict[str, Any]:
         section = measured.section("default")
         profile = Profile("H100", "nvlink", sections={"default": Section("default", operators=section.operators)})
     try:
-        layout = programs.layout_of(Options(**given), cluster)
-        training, batch = programs.training_of(Options(**given), layout)
-        model = ClusterCosts.of(layout.cluster, profile=profile)
-        (found,) = programs.simulated(training, batch, systems.chosen([system]), model, layout.cluster)
+        model = ClusterCosts.of(cluster, profile=profile)
+        return programs.simulated_options(Options(**given), cluster, system, model).to_json()
     except DhelixError as error:
         return {"refused": str(error)}
-    return found.to_json()
 
 
 def rows(step: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def made(preset: str, part: str = "") -> tuple[Any, Any, list[Any]]:
     task = search.Task(Options(preset=preset, batch=grid["batch"]), cluster, "default", EQUAL, None)
     config = trainer.configuration(task.options)
     shape = search.shape_of(preset, config)
-    estimator = search.estimator_of(task, shape, config)
+    estimator = search.estimator_of(task, shape)
     every, _ = choices(shape, Space(cluster.gpus, cluster.gpus_per_node, grid["batch"]))
     limit = 1.5 * cluster.hardware.memory_bytes
     kept = [

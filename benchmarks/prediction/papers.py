@@ -102,25 +102,18 @@ def simulate(run: Run, system: str) -> dict[str, Any]:
     from dhelix.launch.simulate import programs
     from dhelix.launch.train import trainer
     from dhelix.launch.train.options import Options
-    from dhelix.passes.simulation import systems
     from dhelix.passes.simulation.cluster_costs import ClusterCosts
     from dhelix.profiles.clusters import known
-    from dhelix.runtime.compiler import deviceless
 
-    deviceless.prepare_environment()
     cluster = known.find(run.cluster)
     try:
         options = Options(**run.options(cluster.gpus))
         config = trainer.configuration(options)
         if run.cp > 1:
             config = dataclasses.replace(config, kv_heads=config.heads)
-        layout = programs.layout_of(options, cluster)
-        training, batch = programs.training_of(options, layout, config)
-        model = ClusterCosts.of(layout.cluster)
-        (step,) = programs.simulated(training, batch, systems.chosen([system]), model, layout.cluster)
+        return programs.simulated_options(options, cluster, system, ClusterCosts.of(cluster), config).to_json()
     except DhelixError as error:
         return {"refused": str(error)}
-    return step.to_json()
 
 
 def rows(run: Run, steps: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

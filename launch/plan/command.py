@@ -47,7 +47,7 @@ from dhelix.passes.framework.gain import Gain
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.exact import order as exact
 from dhelix.passes.plans import plan_files
-from dhelix.passes.plans.plan import CollectivesSection, Plan
+from dhelix.passes.plans.plan import CollectivesSection
 from dhelix.profiles.estimates import alike
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import describe
@@ -79,7 +79,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     with dumps.blaming(dumps.find_module(arguments[0])) if arguments else contextlib.nullcontext():
         view = _make(chosen, arguments, console)
     if chosen["out"]:
-        plan_files.save(_with_states(view.best.plan, chosen), chosen["out"])
+        plan_files.save(plan_step.with_states(view.best.plan, step_flags.options(chosen)), chosen["out"])
     if chosen["picture"]:
         plan_picture.save_png(plan_picture.picture(view.best, view.plain, view.gain), chosen["picture"])
     if not chosen["json"]:
@@ -141,16 +141,6 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     unknown = [name for name in chosen["settings"] if name not in SETTINGS]
     if unknown:
         raise DhelixError(f"--settings {','.join(unknown)} is unknown; choose from {', '.join(SETTINGS)}")
-
-
-def _with_states(plan: Plan, chosen: dict[str, Any]) -> Plan:
-    """The plan, which also says how --states shards the step, so that the file alone is enough."""
-    if not chosen["states"]:
-        return plan
-    target = profile_step.target_of(plan.target.hardware)
-    training, _ = profile_step.deviceless_training(step_flags.options(chosen), target)
-    states = getattr(training, "states", None)
-    return plan if states is None else replace(plan, sharding=states.section(training.mesh.shape))
 
 
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:

@@ -124,6 +124,15 @@ def confirmed(options: trainer.Options, plan: Plan, target: str = profile_step.T
     return found.memory
 
 
+def with_states(plan: Plan, options: trainer.Options) -> Plan:
+    """The plan, which also says how `--states` shards the step, so that the file alone is enough."""
+    if not options.states:
+        return plan
+    training, _ = profile_step.deviceless_training(options, profile_step.target_of(plan.target.hardware))
+    states = getattr(training, "states", None)
+    return plan if states is None else replace(plan, sharding=states.section(training.mesh.shape))
+
+
 @dataclass(frozen=True)
 class _Compiled:
     training: Training

@@ -16,7 +16,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch.shard.groups import groups_of, keys_of, notes_of
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.presets import PRESETS
-from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
+from dhelix.passes.sharding.collective_times import CollectiveTimes, times_of
 from dhelix.passes.sharding.factors import Factor, Factors
 from dhelix.passes.sharding.groups import ParameterGroup
 from dhelix.passes.sharding.overlap import Overlap
@@ -171,11 +171,9 @@ def _machine(chosen: Mapping[str, Any]) -> tuple[Hardware, Profile | None, int]:
 
 
 def _times(hardware: Hardware, profile: Profile | None, chosen: Mapping[str, Any]) -> tuple[CollectiveTimes, str]:
-    links = Links.of(hardware)
-    measured = profile.section(chosen["setting"]).collectives if profile else {}
+    measured = profile.section(chosen["setting"]).collectives if profile else None
     if profile and measured:
-        return MeasuredTimes(
-            measured, hardware, links
-        ), f"the profile {profile.hardware} {profile.link} and the GPU's links"
-    what = f"cluster {chosen['cluster']}" if chosen["cluster"] else hardware.name
-    return LinkTimes(links), f"the links of {what}"
+        source = f"the profile {profile.hardware} {profile.link} and the GPU's links"
+    else:
+        source = f"the links of cluster {chosen['cluster']}" if chosen["cluster"] else f"the links of {hardware.name}"
+    return times_of(measured, hardware), source

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 from rich.console import Console
 
 from dhelix.errors import DhelixError
@@ -37,6 +37,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     target = json_output.target(chosen["json"], arguments, "simulate")
     to_stdout = target == "-"
     console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() else 144, highlight=False)
+    if not chosen["verbose"]:
+        logging.set_verbosity(logging.ERROR)  # warnings would repeat the headline
     given = frozenset(name for name in chosen if values[name].present)
     _check(chosen, given)
     written = list[str]()
@@ -92,4 +94,4 @@ def view_of(chosen: Mapping[str, Any], console: Console) -> SimulationView:
         for step in programs.simulated(training, batch, compared, model, layout.cluster):
             found.append(step)
             progress.update(len(found), f"{step.system} is simulated")
-    return SimulationView(options, layout, spread, model.words, tuple(found))
+    return SimulationView(options, layout, spread, model.words, tuple(found), programs.bubble_of(options))

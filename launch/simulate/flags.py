@@ -57,7 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "given are fixed", flag_values=values,
     )  # fmt: skip
     count = functools.partial(flags.DEFINE_integer, lower_bound=1, flag_values=values)
-    count("simulations", 40, "with --search: the most steps that are simulated")
+    count("simulations", 40, "with --search: the most steps that are simulated, besides XLA's order of the best one")
     count("processes", None, "with --search: steps that are simulated at once (default: one for each core)")
     text("out", None, "with --search: folder for the launch command, the plan and all results")
     define_json(values)

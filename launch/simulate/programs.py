@@ -13,7 +13,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.launch.profile.step import gpus_of_mesh
@@ -24,6 +23,7 @@ from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.passes.pipeline_fold import PipelineCosts, evaluate, make_schedule
 from dhelix.passes.pipeline_fold import layout_of as schedule_layout
+from dhelix.passes.simulation import systems
 from dhelix.passes.simulation.cluster_costs import ClusterCosts
 from dhelix.passes.simulation.simulated_step import SimulatedStep, Work
 from dhelix.passes.simulation.systems import System
@@ -72,6 +72,14 @@ def layout_of(options: trainer.Options, cluster: Cluster) -> Layout:
     return Layout(axes, cluster.with_nodes(gpus // per_node), f"1x{gpus // per_node}x{per_node}")
 
 
+def target_of(cluster: Cluster) -> str:
+    """The name of the cluster's GPU for the compiler. Raises DhelixError if dhelix cannot compile for it."""
+    if cluster.gpu.lower() not in deviceless.targets():
+        known = ", ".join(target.upper() for target in deviceless.targets())
+        raise DhelixError(f"dhelix cannot compile for {cluster.gpu}; use a cluster of {known}")
+    return cluster.gpu.lower()
+
+
 def training_of(options: trainer.Options, layout: Layout, config: DecoderConfig | None = None) -> tuple[Training, int]:
     """The plain train step on the GPUs of the layout, and its batch size in sequences.
 
@@ -81,11 +89,7 @@ def training_of(options: trainer.Options, layout: Layout, config: DecoderConfig 
     Raises:
       DhelixError: dhelix cannot compile for the cluster's GPU, or the options contradict each other.
     """
-    gpu = layout.cluster.gpu
-    if gpu.lower() not in deviceless.targets():
-        known = ", ".join(target.upper() for target in deviceless.targets())
-        raise DhelixError(f"dhelix cannot compile for {gpu}; use a cluster of {known}")
-    devices = deviceless.topology(gpu.lower(), layout.shape).devices
+    devices = deviceless.topology(target_of(layout.cluster), layout.shape).devices
     mesh = ",".join(f"{name}={size}" for name, size in layout.axes.items() if size > 1) or "dp=1,tp=1"
     config = config or trainer.configuration(options)
     return trainer.make_training(dataclasses.replace(options, mesh=mesh), config, devices)
@@ -103,12 +107,23 @@ def simulated(
     step, tokens = trainer.make_step(training, plain=False), batch * training.config.seq
     flops = float(tokens * training.config.flops_per_token())
     work = Work(tokens, flops, cluster.gpus, cluster.hardware.peak_flops)
-    yield from simulation.simulated(step, arguments(training, batch), compared, model, cluster, work)
+    arguments = training.abstract_state(), training.abstract_batch(batch)
+    yield from simulation.simulated(step, arguments, compared, model, cluster, work)
 
 
-def arguments(training: Training, batch: int) -> tuple[Any, Any]:
-    """The arguments of the step as shapes."""
-    return training.abstract_state(), training.abstract_batch(batch)
+def simulated_options(
+    options: trainer.Options, cluster: Cluster, system: str, model: ClusterCosts, config: DecoderConfig | None = None
+) -> SimulatedStep:
+    """Simulates one step in one way to run it, on as many nodes of the cluster as it needs.
+
+    Raises:
+      DhelixError: as `layout_of` and `training_of`, or a pass cannot run at all.
+    """
+    deviceless.prepare_environment()
+    layout = layout_of(options, cluster)
+    training, batch = training_of(options, layout, config)
+    (step,) = simulated(training, batch, systems.chosen([system]), model, layout.cluster)
+    return step
 
 
 def bubble_of(options: trainer.Options) -> float:

@@ -27,12 +27,13 @@ from dhelix.launch.simulate import programs, search_files
 from dhelix.launch.simulate.flags import cluster_of
 from dhelix.launch.simulate.search_tables import SearchView, headline
 from dhelix.launch.train import step_flags, trainer
+from dhelix.launch.train.mesh_axes import parsed_axes
 from dhelix.launch.train.options import Options
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig
-from dhelix.passes.sharding.collective_times import Links, LinkTimes, MeasuredTimes
+from dhelix.passes.sharding.collective_times import times_of
 from dhelix.passes.sharding.overlap import Overlap
-from dhelix.passes.simulation import layout_search, systems
+from dhelix.passes.simulation import layout_search
 from dhelix.passes.simulation.choices import PIPELINES, Choice, ModelShape, Space, choices
 from dhelix.passes.simulation.cluster_costs import ClusterCosts, Spread
 from dhelix.passes.simulation.estimates import Estimator
@@ -40,7 +41,6 @@ from dhelix.passes.simulation.layout_search import Simulated
 from dhelix.passes.simulation.simulated_step import SimulatedStep
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.profiles.files import storage
-from dhelix.runtime.compiler import deviceless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +97,16 @@ def searched(chosen: Mapping[str, Any], given: frozenset[str], console: Console)
     model = task.model()
     batch = options.batch or cluster.gpus
     task = dataclasses.replace(task, options=dataclasses.replace(options, batch=batch))
-    space = Space(cluster.gpus, cluster.gpus_per_node, batch, _systems(chosen, given), _fixed(chosen, given))
+    fixed = _fixed(chosen, given, isinstance(config, MoeConfig))
+    space = Space(cluster.gpus, cluster.gpus_per_node, batch, _systems(chosen, given), fixed)
     shape = shape_of(options.preset, config)
     found, left_out = choices(shape, space)
-    if cluster.gpu.lower() not in deviceless.targets():
-        programs.training_of(task.options_of(found[0]), programs.layout_of(task.options_of(found[0]), cluster))
+    programs.target_of(cluster)
     limit = cluster.hardware.memory_bytes
     most = min(chosen["simulations"], len(found))
-    say(console, f"{len(found):,} ways to run {options.preset} with {batch} sequences on {cluster.gpus} GPUs. At most "
-        f"{most} of them are simulated; each takes about half a minute of a core.")  # fmt: skip
+    say(console, f"{len(found):,} ways to run {options.preset} with {batch} sequences on {cluster.gpus} GPUs.")
+    takes = "each takes up to half a minute of a core"
+    say(console, f"At most {most} of them are simulated, and the best one in XLA's order; {takes}.")
     with Progress(console, 0, most, "simulate") as progress, Simulations(task, chosen["processes"]) as simulate:
 
         def shown(done: Sequence[Simulated]) -> None:
@@ -113,17 +114,16 @@ def searched(chosen: Mapping[str, Any], given: frozenset[str], console: Console)
             best = min(fitting, key=lambda one: one.seconds, default=None)
             progress.update(len(done), f"best: {best.choice}, {1e3 * best.seconds:,.0f} ms" if best else "none fits")
 
-        result = layout_search.search(
-            found, estimator_of(task, shape, config), simulate, limit, chosen["simulations"], shown
-        )
-    view = SearchView(options, cluster, spread, model.words, batch, result, left_out)
+        result = layout_search.search(found, estimator_of(task, shape), simulate, limit, chosen["simulations"], shown)
+    best = task.options_of(result.ranked[0].choice)
+    view = SearchView(best, cluster, spread, model.words, result, left_out)
     if into is None:
         return view, []
     if view.best.choice.system == "strands":
         say(console, "Making the plan of the best one.")
     else:
         say(console, "No plan.json: the best way has XLA's order, and the command carries it out.")
-    return view, search_files.write(into, view, headline(view), task.options_of(view.best.choice), model)
+    return view, search_files.write(into, view, headline(view), model)
 
 
 def _systems(chosen: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:
@@ -135,14 +135,12 @@ def _systems(chosen: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...
     return names
 
 
-def _fixed(chosen: Mapping[str, Any], given: frozenset[str]) -> dict[str, int | str]:
+def _fixed(chosen: Mapping[str, Any], given: frozenset[str], experts: bool) -> dict[str, int | str]:
     """What the flags leave no choice about."""
-    found: dict[str, int | str] = {}
-    for part in filter(None, chosen["mesh"].split(",")):
-        name, _, size = part.partition("=")
-        if name not in ("dp", "ep", "cp", "tp") or not size.isdecimal() or int(size) < 1:
-            raise DhelixError(f"--mesh {chosen['mesh']}: give sizes of axes, such as tp=8; the others are searched")
-        found[name] = int(size)
+    try:
+        found: dict[str, int | str] = dict(parsed_axes(chosen["mesh"], experts))
+    except DhelixError as error:
+        raise DhelixError(f"{error}. To search, give sizes of axes, such as tp=8; the others are searched") from None
     for name in ("pp", "microbatches", "remat", "states", "pipeline"):
         if name in given:
             found[name] = chosen[name]
@@ -161,16 +159,12 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
     )  # fmt: skip
 
 
-def estimator_of(task: Task, shape: ModelShape, config: DecoderConfig) -> Estimator:
+def estimator_of(task: Task, shape: ModelShape) -> Estimator:
     """The estimator of a model on the cluster."""
     hardware, model = task.cluster.hardware, task.model()
     section = model.profile.section(model.setting)
-    links = Links.of(hardware)
-    times = MeasuredTimes(section.collectives, hardware, links) if section.collectives else LinkTimes(links)
-    return Estimator(
-        shape, compute_of(hardware, shape.sizes), hardware.gpus_per_node, times, hardware.intra_bandwidth,
-        hardware.inter_bandwidth, hardware.kernel_seconds, Overlap().on(hardware, section),
-    )  # fmt: skip
+    times = times_of(section.collectives, hardware)
+    return Estimator(shape, compute_of(hardware, shape.sizes), hardware, times, Overlap().on(hardware, section))
 
 
 class Simulations(contextlib.AbstractContextManager["Simulations"]):
@@ -178,18 +172,14 @@ class Simulations(contextlib.AbstractContextManager["Simulations"]):
 
     def __init__(self, task: Task, processes: int | None) -> None:
         self.task, self.processes = task, processes or os.cpu_count() or 1
-        self._pool = self._started()
-
-    def _started(self) -> concurrent.futures.ProcessPoolExecutor:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a GPU of this machine has nothing to do
-        return _pool(self.processes)
+        self._pool = _pool(self.processes)
 
     def __call__(self, chosen: Sequence[Choice]) -> Iterator[SimulatedStep | str]:
         tasks = [self._pool.submit(simulated, self.task, choice) for choice in chosen]
         results = [self._result(task.result) for task in tasks]
         if None in results:  # the compiler crashed, and with it what else was at work
             self._pool.shutdown(cancel_futures=True)
-            self._pool = self._started()
+            self._pool = _pool(self.processes)
         for choice, result in zip(chosen, results, strict=True):
             yield self._alone(choice) if result is None else result
 
@@ -211,6 +201,7 @@ class Simulations(contextlib.AbstractContextManager["Simulations"]):
 
 
 def _pool(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a GPU of this machine has nothing to do
     spawn = multiprocessing.get_context("spawn")
     return concurrent.futures.ProcessPoolExecutor(processes, spawn, initializer=_silence)
 
@@ -224,13 +215,8 @@ def _silence() -> None:
 
 def simulated(task: Task, choice: Choice) -> SimulatedStep | str:
     """The simulated step of a choice, or the reason why there is none."""
-    deviceless.prepare_environment()
     logging.set_verbosity(logging.ERROR)  # the tables say which times are guesses
-    options = task.options_of(choice)
     try:
-        layout = programs.layout_of(options, task.cluster)
-        training, batch = programs.training_of(options, layout)
-        (step,) = programs.simulated(training, batch, systems.chosen([choice.system]), task.model(), layout.cluster)
+        return programs.simulated_options(task.options_of(choice), task.cluster, choice.system, task.model())
     except DhelixError as error:
         return str(error)
-    return step

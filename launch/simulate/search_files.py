@@ -16,13 +16,12 @@ from dhelix.launch.plan import program as plan_program
 from dhelix.launch.plan import search as order_search
 from dhelix.launch.simulate.search_tables import SearchView
 from dhelix.launch.train.options import Options
-from dhelix.launch.train.sharded import ShardedTraining
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
+from dhelix.runtime.compiler import memory_need
 from dhelix.runtime.step.options import StepOptions
 
-_SHARE_OF_PROCESS = 0.75  # of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says another share
 _SCRIPT = """\
 #!/bin/sh
 # {headline}
@@ -41,25 +40,24 @@ def folder(path: str) -> Path:
     return Path(path)
 
 
-def write(into: Path, view: SearchView, headline: str, options: Options, model: CostModel) -> list[str]:
+def write(into: Path, view: SearchView, headline: str, model: CostModel) -> list[str]:
     """Writes the files, and returns their paths.
 
     Args:
-      options: the step of the best choice.
       model: costs of the cluster, for the plan.
 
     Raises:
       DhelixError: the step has no plan, because no order keeps to its memory limit.
     """
     names, best = ["launch.sh", "search.json"], view.best
-    command = view.command(best.choice)
+    command = view.command
     if best.choice.system == "strands":
-        plan_files.save(plan_of(options, view.cluster.gpu.lower(), model), into / "plan.json")
+        plan_files.save(plan_of(view.options, view.cluster.gpu.lower(), model), into / "plan.json")
         command += ' --plan "$(dirname "$0")/plan.json"'
         names.insert(1, "plan.json")
     assert best.step is not None
     memory = ""
-    if best.step.memory > _SHARE_OF_PROCESS * view.cluster.hardware.memory_bytes:
+    if best.step.memory > memory_need.SHARE_OF_PROCESS * view.cluster.hardware.memory_bytes:
         memory = "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.93 # the step needs more than JAX's three quarters\n"
     (into / "launch.sh").write_text(_SCRIPT.format(headline=headline, memory=memory, command=command))
     (into / "launch.sh").chmod(0o755)
@@ -78,7 +76,4 @@ def plan_of(options: Options, target: str, model: CostModel) -> Plan:
         int(model.hardware.memory_bytes),
         lambda _: None,
     )
-    plan = found.plan
-    training, _ = plan_program.profile_step.deviceless_training(options, target)
-    states = training.states if isinstance(training, ShardedTraining) else None
-    return plan if states is None else dataclasses.replace(plan, sharding=states.section(training.mesh.shape))
+    return plan_program.with_states(found.plan, options)

@@ -8,15 +8,15 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.shown.progress import say
+from dhelix.launch.simulate.tables import table_of
+from dhelix.launch.train import step_flags
 from dhelix.launch.train.options import Options
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.sharding.planner import in_words
-from dhelix.passes.simulation.choices import Choice
 from dhelix.passes.simulation.cluster_costs import Spread
 from dhelix.passes.simulation.layout_search import Found, Lost, Simulated
 from dhelix.profiles.clusters.cluster import Cluster
@@ -29,10 +29,9 @@ class SearchView:
     """The result of a search.
 
     Attributes:
-      options: the step, without what was searched.
+      options: the best step.
       cluster, spread: as for `dhelix simulate`.
       source: where measured times come from, in words.
-      batch: sequences of a step.
       found: what the search found.
       left_out: how many choices the model's sizes do not allow, by the reason.
     """
@@ -41,7 +40,6 @@ class SearchView:
     cluster: Cluster
     spread: Spread
     source: str
-    batch: int
     found: Found
     left_out: dict[str, int]
 
@@ -49,26 +47,14 @@ class SearchView:
     def best(self) -> Simulated:
         return self.found.ranked[0]
 
-    def command(self, choice: Choice) -> str:
-        """The command that trains as `choice` says, on every node."""
-        preset = self.options
-        axes = ("dp", "ep", "cp", "tp") if choice.ep > 1 else ("dp", "cp", "tp")
-        mesh = ",".join(f"{name}={choice.axes[name]}" for name in axes)
-        flags: dict[str, Any] = {
-            "preset": preset.preset, "layers": preset.layers, "seq": preset.seq, "vocab": preset.vocab,
-            "dtype": preset.dtype, "capacity": preset.capacity, "mesh": mesh,
-            "pp": choice.pp if choice.pp > 1 else None, "pipeline": choice.pipeline or None,
-            "batch": self.batch, "microbatches": choice.microbatches, "remat": choice.remat,
-            "states": None if choice.states == "whole" else choice.states,
-        }  # fmt: skip
+    @property
+    def command(self) -> str:
+        """The command that trains as the best choice says, on every node."""
         words = ["dhelix", "launch"]
         if self.cluster.nodes == 1:
             words += ["--processes", str(self.cluster.gpus)]
-        words += ["-m", "dhelix", "train", *(["--plain"] if choice.system == "xla" else [])]
-        for name, value in flags.items():
-            if value is not None:
-                words += [f"--{name}", str(value)]
-        return shlex.join(words)
+        words += ["-m", "dhelix", "train", *(["--plain"] if self.best.choice.system == "xla" else [])]
+        return shlex.join([*words, *step_flags.words(self.options)])
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values, in seconds and bytes."""
@@ -77,7 +63,7 @@ class SearchView:
             "preset": self.options.preset,
             "cluster": self.cluster.name,
             "gpus": self.cluster.gpus,
-            "batch": self.batch,
+            "batch": self.options.batch,
             "measured_times": self.source,
             "slowest_gpu": self.spread.compute,
             "slowest_link": self.spread.communication,
@@ -92,7 +78,7 @@ class SearchView:
             "why": {
                 trait: {value: _lost(lost) for value, lost in values.items()} for trait, values in found.reasons.items()
             },
-            "command": self.command(self.best.choice),
+            "command": self.command,
         }
 
 
@@ -124,7 +110,7 @@ def headline(view: SearchView) -> str:
         ways = f"{found.faster:,} other way{'s are' if found.faster > 1 else ' is'}"
         faster = f" Not finished: {ways} expected to be faster; give more --simulations."
     return (
-        f"{view.options.preset} on {view.cluster.gpus} GPUs, {view.batch} sequences a step: {best.choice}: "
+        f"{view.options.preset} on {view.cluster.gpus} GPUs, {view.options.batch} sequences a step: {best.choice}: "
         f"{milliseconds(best.seconds)} a step, MFU {best.step.mfu:.1%}{gain}. "
         f"{best.step.certainty}{faster}"
     )
@@ -160,24 +146,14 @@ def print_view(view: SearchView, console: Console) -> None:
     for reason, count in view.left_out.items():
         say(console, f"Left out {count:,} times: {reason}.")
     say(console, "The command for the best one, on each node under its scheduler:")
-    say(console, f"  {view.command(view.best.choice)}")
+    say(console, f"  {view.command}")
 
 
 def _best(view: SearchView) -> Table:
-    names = (
-        "",
-        "mesh",
-        "micro-batches",
-        "remat",
-        "states",
-        "schedule",
-        "ms",
-        "MFU",
-        "tokens/s/GPU",
-        "memory",
-        "guessed",
-    )
-    table = _table("The fastest", *names)
+    table = table_of(
+        "The fastest", "", "mesh", "micro-batches", "remat", "states", "schedule", "ms", "MFU", "tokens/s/GPU",
+        "memory", "guessed",
+    )  # fmt: skip
     for number, one in enumerate(view.found.ranked[:SHOWN], 1):
         step, choice = one.step, one.choice
         assert step is not None
@@ -190,18 +166,10 @@ def _best(view: SearchView) -> Table:
 
 
 def _reasons(view: SearchView) -> Table:
-    table = _table("Why others lose: the best with each value", "", "value", "longer", "why", "with")
+    table = table_of("Why others lose: the best with each value", "", "value", "longer", "why", "with")
     for trait, values in view.found.reasons.items():
         for value, lost in values.items():
             longer = "-" if math.isinf(lost.behind) else "best" if lost.behind == 0 else f"{lost.behind:+.1%}"
             table.add_row(trait, value, longer, lost.why, str(lost.choice or ""))
             trait = ""
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
-    right = ("ms", "MFU", "tokens/s/GPU", "memory", "guessed", "longer")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left")
     return table

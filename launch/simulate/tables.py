@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.shown.progress import say
-from dhelix.launch.simulate.programs import Layout, bubble_of
+from dhelix.launch.simulate.programs import Layout
 from dhelix.launch.train.options import Options
 from dhelix.passes.framework.units import milliseconds
 from dhelix.passes.simulation.cluster_costs import Spread
-from dhelix.passes.simulation.simulated_step import SimulatedStep, fastest
+from dhelix.passes.simulation.simulated_step import SimulatedStep, fastest, gains
 from dhelix.passes.simulation.systems import SYSTEMS
 
 _GB = 1e9
@@ -29,6 +29,10 @@ _PARTS = (
 )
 """The parts of a step: their words, and their names in `StepParts`."""
 
+_TEXTS = frozenset(
+    ("", "system", "constant", "from", "mesh", "micro-batches", "remat", "states", "schedule", "value", "why", "with")
+)
+
 
 @dataclass(frozen=True)
 class SimulationView:
@@ -40,6 +44,7 @@ class SimulationView:
       spread: how unequal GPUs and links are.
       source: where measured times come from, in words.
       steps: a simulated step for each way to run it.
+      bubble: idle time over ideal time of the pipeline (`programs.bubble_of`).
     """
 
     options: Options
@@ -47,11 +52,7 @@ class SimulationView:
     spread: Spread
     source: str
     steps: tuple[SimulatedStep, ...]
-
-    @property
-    def fastest(self) -> SimulatedStep:
-        """The fastest step that fits; the fastest of all if none fits."""
-        return fastest(self.steps)
+    bubble: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values: seconds, bytes, and constants in the units of their names."""
@@ -75,7 +76,7 @@ class SimulationView:
                 "notes": list(cluster.notes),
             },
             "measured_times": self.source,
-            "bubble": bubble_of(self.options),
+            "bubble": self.bubble,
             "slowest_gpu": self.spread.compute,
             "slowest_link": self.spread.communication,
             "steps": [step.to_json() for step in self.steps],
@@ -84,14 +85,11 @@ class SimulationView:
 
 def headline(view: SimulationView) -> str:
     """The first line: the fastest way to run the step, its gain, and how much of it is guessed."""
-    best, gpus = view.fastest, view.layout.cluster.gpus
-    others = ", ".join(
-        f"{other.seconds / best.seconds:.2f} x as fast as {other.system}" for other in view.steps if other is not best
-    )
+    best, gain, gpus = fastest(view.steps), gains(view.steps), view.layout.cluster.gpus
     fits = "" if not best.missing else f" It does not fit: a GPU lacks {best.missing / _GB:.1f} GB."
     return (
         f"{view.options.preset} on {gpus} GPU{'s' * (gpus > 1)}: {best.system} takes {milliseconds(best.seconds)} a "
-        f"step, MFU {best.mfu:.1%}{f'; {others}' if others else ''}.{fits} {best.certainty}"
+        f"step, MFU {best.mfu:.1%}{f'; {gain}' if gain else ''}.{fits} {best.certainty}"
     )
 
 
@@ -102,12 +100,9 @@ def print_view(view: SimulationView, console: Console) -> None:
     mesh = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one GPU"
     say(console, f"{view.layout.cluster.words()}. Mesh: {mesh}. {view.steps[0].work.tokens:,} tokens a step.")
     say(console, f"Times: {view.source}; and the constants below.")
-    if bubble := bubble_of(view.options):
-        name = view.options.pipeline or "w"
-        say(
-            console,
-            f"Pipeline {name}: stages are idle for {bubble:.1%} of their work (bubble), if they work equally long.",
-        )
+    if view.bubble:
+        words = f"Pipeline {view.options.pipeline or 'w'}: the bubble is {view.bubble:.1%} of a stage's work"
+        say(console, f"{words}, if all stages work equally long.")
     if view.spread != Spread():
         words = f"the slowest GPU takes {view.spread.compute:g} x as long, collectives {view.spread.communication:g} x"
         say(console, f"Spread: {words}.")
@@ -121,7 +116,7 @@ def print_view(view: SimulationView, console: Console) -> None:
 
 
 def _steps(view: SimulationView) -> Table:
-    table = _table("Steps", "system", "ms", "MFU", "tokens/s/GPU", "hidden", "memory", "guessed", "")
+    table = table_of("Steps", "system", "ms", "MFU", "tokens/s/GPU", "hidden", "memory", "guessed", "")
     for step in view.steps:
         fits = f"{step.missing / _GB:.1f} GB too much" if step.missing else ""
         words = "; ".join(filter(None, (SYSTEMS[step.system].words, fits)))
@@ -134,7 +129,7 @@ def _steps(view: SimulationView) -> Table:
 
 
 def _parts(view: SimulationView) -> Table:
-    table = _table("Where the time goes, ms", "system", *(words for words, _ in _PARTS), "all", "communication alone")
+    table = table_of("Where the time goes, ms", "system", *(words for words, _ in _PARTS), "all", "communication alone")
     for step in view.steps:
         cells = [f"{1e3 * getattr(step.parts, name):,.1f}" for _, name in _PARTS]
         table.add_row(step.system, *cells, f"{1e3 * step.seconds:,.1f}", f"{1e3 * step.parts.sent:,.1f}")
@@ -142,15 +137,14 @@ def _parts(view: SimulationView) -> Table:
 
 
 def _print_remarks(step: SimulatedStep, console: Console) -> None:
-    waits = ", ".join(f"{words} {milliseconds(seconds)}" for words, seconds in step.parts.exposed_by if seconds > 0.0)
-    if waits:
-        say(console, f"{step.system}: compute waits for {waits}.")
+    if step.waits:
+        say(console, f"{step.system}: compute waits for {step.waits}.")
     for note in step.notes:
         say(console, f"{step.system}: {note}.")
 
 
 def _constants(view: SimulationView) -> Table:
-    table = _table("Constants, where nothing was measured", "constant", "value", "from")
+    table = table_of("Constants, where nothing was measured", "constant", "value", "from")
     for one in view.layout.cluster.origins():
         table.add_row(one.name, _number(one.value), one.source)
     return table
@@ -160,9 +154,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if math.isclose(value, round(value)) else f"{value:,.4g}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table. Columns of text are aligned to the left, those of numbers to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in columns:
-        text = name in ("system", "", "constant", "from")
-        table.add_column(name, justify="left" if text else "right")
+        table.add_column(name, justify="left" if name in _TEXTS else "right")
     return table

@@ -20,7 +20,7 @@ def mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1, experts: int 
     Raises:
       DhelixError: the text is malformed, or the mesh needs more devices than there are.
     """
-    axes = _parsed(text, experts > 0)
+    axes = parsed_axes(text, experts > 0)
     if devices % pp and not {"dp", "tp"} <= set(axes):
         raise DhelixError(f"--pp {pp} does not divide the {devices} devices; give a number that does")
     of_stage = devices // pp
@@ -41,7 +41,8 @@ def mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1, experts: int 
     return found
 
 
-def _parsed(text: str, experts: bool) -> dict[str, int]:
+def parsed_axes(text: str, experts: bool) -> dict[str, int]:
+    """The sizes of the axes that a text names. Raises DhelixError if it is malformed."""
     names = ("dp", "ep", "cp", "tp") if experts else ("dp", "cp", "tp")
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):

@@ -119,3 +119,15 @@ def given(chosen: Mapping[str, Any]) -> dict[str, Any]:
 def options(chosen: Mapping[str, Any], plain: bool = False) -> Options:
     """The `Options` of the step that the flags describe."""
     return Options(**{name: chosen[name] for name in _NAMES}, plain=plain)
+
+
+def words(options: Options) -> list[str]:
+    """Flags that describe the step. Defaults are left out, but for the model and the number of micro-batches."""
+    found, usual = list[str](), Options()
+    for name in _NAMES:
+        value = getattr(options, name)
+        if value is True:
+            found.append(f"--{name}")
+        elif name in ("preset", "microbatches") or value != getattr(usual, name):
+            found += [f"--{name}", str(value)]
+    return found

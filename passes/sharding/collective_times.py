@@ -159,3 +159,9 @@ class MeasuredTimes:
         if found is None:
             return self._links.of(key.kind, key.bytes, group, mesh)
         return Time(found.seconds, Basis.MEASURED if found.near else Basis.SCALED)
+
+
+def times_of(measured: Mapping[CollectiveKey, Timing] | None, hardware: Hardware) -> CollectiveTimes:
+    """Measured times where there are some, else those of the hardware's links."""
+    links = Links.of(hardware)
+    return MeasuredTimes(measured, hardware, links) if measured else LinkTimes(links)

@@ -5,8 +5,9 @@
     left_out                  # {"tp does not divide 8 key-value heads": 96, ...}: what cannot run, and how often
 
 A choice fixes the mesh, the micro-batch, rematerialization, how model states are sharded, the pipeline's schedule, and
-the system (`systems.py`) that orders operators. Sizes are powers of two, or what divides the batch. All choices have
-the same number of GPUs and the same batch. So the number of micro-batches follows from the others.
+the system (`systems.py`) that orders operators. Sizes of axes are powers of two, but for dp, which takes the GPUs that
+are left. All choices have the same number of GPUs and the same batch. So the number of micro-batches follows from the
+others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes.sharding.sizes import ModelSizes
@@ -162,8 +164,8 @@ def _all(shape: ModelShape, space: Space) -> Iterator[Choice]:
     """Every combination whose mesh has all GPUs and whose micro-batches have the whole batch."""
     fixed = space.fixed
 
-    def values[T: (int, str)](name: str, usual: tuple[T, ...]) -> tuple[T, ...]:
-        return (fixed[name],) if name in fixed else usual  # type: ignore[return-value]
+    def values(name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (fixed[name],) if name in fixed else usual
 
     powers = tuple(2**n for n in range(space.gpus.bit_length()))
     within = tuple(size for size in powers if size <= space.gpus_per_node)

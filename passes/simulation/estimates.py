@@ -29,6 +29,7 @@ from dhelix.passes.sharding.overlap import Overlap
 from dhelix.passes.sharding.sizes import SINGLE, Batch, ModelSizes
 from dhelix.passes.sharding.step_times import Compute, Job, StepTimes
 from dhelix.passes.simulation.choices import Choice, ModelShape
+from dhelix.profiles.hardware import Hardware
 
 _EXPOSED = {"xla": 0.9, "strands": 0.4}
 """Share of the communication between layers that makes the step longer; corrected by simulated steps."""
@@ -63,21 +64,15 @@ class Estimator:
     Attributes:
       shape: the model.
       compute: how fast a GPU computes it.
-      gpus_per_node: GPUs of a node.
+      hardware: the GPU, its node and its links.
       times: how long collectives take.
-      between: bytes per second of one GPU to other nodes.
-      within: bytes per second of one GPU inside its node.
-      kernel_seconds: fixed time of a kernel.
       overlap: how much collectives of states and compute slow each other down.
     """
 
     shape: ModelShape
     compute: Compute
-    gpus_per_node: int
+    hardware: Hardware
     times: CollectiveTimes
-    within: float
-    between: float
-    kernel_seconds: float
     overlap: Overlap
 
     def __call__(self, choice: Choice) -> Estimate:
@@ -96,7 +91,7 @@ class Estimator:
             "context parallelism": exposed * self._context(choice, batch.tokens),
             "experts": exposed * self._experts(choice, batch.tokens),
         }
-        compute = states.compute + layers * _KERNELS * self.kernel_seconds
+        compute = states.compute + layers * _KERNELS * self.hardware.kernel_seconds
         stage = compute + sum(between.values())
         chunks = 1 if choice.pipeline in ("", "1f1b") else 2
         parts = {
@@ -139,7 +134,7 @@ class Estimator:
         inner, data = choice.tp, choice.dp * choice.cp * choice.ep
         if choice.states != "whole":
             inner, data = choice.tp * choice.cp * choice.ep, choice.dp
-        gpus = math.gcd(data, max(self.gpus_per_node // inner, 1))
+        gpus = math.gcd(data, max(self.hardware.gpus_per_node // inner, 1))
         return Factor(gpus, data // gpus)
 
     def _tensor(self, choice: Choice, tokens: int) -> float:
@@ -157,7 +152,8 @@ class Estimator:
         return 2.0 * size / self._bandwidth(choice.ep * choice.cp * choice.tp)
 
     def _bandwidth(self, span: int) -> float:
-        return self.within if span <= self.gpus_per_node else self.between
+        hardware = self.hardware
+        return hardware.intra_bandwidth if span <= hardware.gpus_per_node else hardware.inter_bandwidth
 
     def _memory(self, choice: Choice, job: Job, factors: Factors) -> float:
         """Bytes of a GPU: the formula for a step without a pipeline, with the activations that a pipeline keeps."""

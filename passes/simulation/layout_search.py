@@ -132,7 +132,7 @@ def search(
 
     Args:
       limit: bytes of memory of a GPU.
-      simulations: how many may be done at most.
+      simulations: how many may be done at most, besides XLA's order of the best.
       on_round: called after each round with all that was simulated.
 
     Raises:
@@ -231,18 +231,17 @@ class _State:
 
     def correct(self) -> None:
         """Fits what is expected to all that was simulated."""
-        known = [(self.row[one.choice], one) for one in self.done if one.step]
-        if not known:
-            return
-        rows = [row for row, _ in known]
-        for name, estimated, simulated in (
-            ("seconds", lambda one: one.estimate.seconds, lambda one: one.step.seconds),
-            ("memory", lambda one: one.estimate.memory, lambda one: float(one.step.memory)),
-        ):
-            errors = np.array([math.log(simulated(one) / estimated(one)) for _, one in known])
-            effects = _ridge(self.features[rows], errors)
-            first = np.array([getattr(estimate, name) for estimate in self.estimates])
-            setattr(self, name, first * np.exp(self.features @ effects))
+        known = [(one.choice, one.step) for one in self.done if one.step]
+        seconds = {self.row[choice]: step.seconds for choice, step in known}
+        memory = {self.row[choice]: float(step.memory) for choice, step in known}
+        self.seconds = self._corrected(np.array([one.seconds for one in self.estimates]), seconds)
+        self.memory = self._corrected(np.array([one.memory for one in self.estimates]), memory)
+
+    def _corrected(self, estimates: np.ndarray, simulated: Mapping[int, float]) -> np.ndarray:
+        """The estimates of all choices, with the errors that simulated ones have, by their rows."""
+        rows = list(simulated)
+        errors = np.log(np.array(list(simulated.values())) / estimates[rows])
+        return estimates * np.exp(self.features @ _ridge(self.features[rows], errors))
 
     @property
     def best(self) -> Simulated | None:

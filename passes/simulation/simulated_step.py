@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.framework.units import milliseconds
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class SimulatedStep:
         return max(0.0, self.memory - self.limit)
 
     @property
+    def waits(self) -> str:
+        """The collectives that compute waits for longest, in words; "" if there are none."""
+        return ", ".join(f"{words} {milliseconds(time)}" for words, time in self.parts.exposed_by if time > 0.0)
+
+    @property
     def certainty(self) -> str:
         """How much of the time is guessed, in a sentence."""
         parts = self.parts
@@ -118,3 +124,9 @@ class SimulatedStep:
 def fastest(steps: Sequence[SimulatedStep]) -> SimulatedStep:
     """The fastest step that fits; the fastest of all if none fits. `blocking` is for comparison, so it comes last."""
     return min(steps, key=lambda step: (step.system == "blocking", step.missing > 0, step.seconds))
+
+
+def gains(steps: Sequence[SimulatedStep]) -> str:
+    """How much faster the fastest step is than each other one, in words: "1.03 x as fast as xla"."""
+    best = fastest(steps)
+    return ", ".join(f"{one.seconds / best.seconds:.2f} x as fast as {one.system}" for one in steps if one is not best)

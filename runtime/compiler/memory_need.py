@@ -32,7 +32,7 @@ SLACK = MEMORY_SLACK - 0.005
 The rest of the 3 % is reserved for gaps between buffers, which live ranges do not show.
 """
 
-_SHARE_OF_PROCESS = 0.75
+SHARE_OF_PROCESS = 0.75
 """Fraction of a GPU's memory that JAX reserves by default."""
 
 _ROOM = 0.667
@@ -66,7 +66,7 @@ def room(hardware: Hardware) -> int:
     On attached GPUs, the share of a process counts (`XLA_PYTHON_CLIENT_MEM_FRACTION`, by default three quarters).
     """
     stats = jax.local_devices()[0].memory_stats() if jax.default_backend() == "gpu" else None
-    mine = (stats or {}).get("bytes_limit", _SHARE_OF_PROCESS * hardware.memory_bytes)
+    mine = (stats or {}).get("bytes_limit", SHARE_OF_PROCESS * hardware.memory_bytes)
     return int(_ROOM * min(mine, hardware.memory_bytes))
 
 

@@ -36,7 +36,7 @@ from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.sharding import memory as memories
-from dhelix.passes.sharding.collective_times import CollectiveTimes, Links, LinkTimes, MeasuredTimes
+from dhelix.passes.sharding.collective_times import CollectiveTimes, times_of
 from dhelix.passes.sharding.factors import Factor, Factors, ShardingError, admissible
 from dhelix.passes.sharding.groups import ParameterGroup, PlannedGroups, held, part_of, plan_groups
 from dhelix.passes.sharding.overlap import NOTHING, Overlap
@@ -322,11 +322,9 @@ def _choices(factor: Factor, axes: Axes, mesh: Mesh) -> tuple[Factors, ...]:
 
 
 def _times(hardware: Hardware, target: Target, section: Section | None) -> tuple[CollectiveTimes, str]:
-    links = Links.of(hardware)
-    if section is not None and section.collectives:
-        source = f"the profile {target.gpu} {target.link} and the GPU's links"
-        return MeasuredTimes(section.collectives, hardware, links), source
-    return LinkTimes(links), f"the links of {hardware.name}"
+    measured = section.collectives if section else None
+    source = f"the profile {target.gpu} {target.link} and the GPU's links"
+    return times_of(measured, hardware), source if measured else f"the links of {hardware.name}"
 
 
 def _notes(found: StepSizes, job: Job, need: int, parts: StepParts, where: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from dhelix.passes.simulation import systems as known_systems
 from dhelix.passes.simulation.cluster_costs import ClusterCosts, Spread
 from dhelix.passes.simulation.megatron_order import MegatronOrder
 from dhelix.passes.simulation.round_robin import RoundRobin
-from dhelix.passes.simulation.simulated_step import SimulatedStep, Work, fastest
+from dhelix.passes.simulation.simulated_step import SimulatedStep, Work, fastest, gains
 from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters import cluster_file, known
 from dhelix.profiles.clusters.cluster import Cluster
@@ -78,18 +78,16 @@ class Simulation:
 
     @property
     def fastest(self) -> SimulatedStep:
-        """The fastest step that fits; the fastest of all if none fits."""
+        """`simulated_step.fastest` of the steps."""
         return fastest(self.steps)
 
     def __str__(self) -> str:
-        best = self.fastest
-        gain = ", ".join(
-            f"{one.seconds / best.seconds:.2f} x as fast as {one.system}" for one in self.steps if one is not best
-        )
+        best, gain = self.fastest, gains(self.steps)
         rows = [
             f"  {one.system}: {milliseconds(one.seconds)}, {milliseconds(one.parts.exposed)} of it exposed "
             f"communication, {one.mfu:.1%} of the peak, {in_words(one.memory)}"
-            f"{f', {in_words(one.missing)} too much' if one.missing else ''}{_waits(one)}"
+            f"{f', {in_words(one.missing)} too much' if one.missing else ''}"
+            f"{f'; compute waits for {one.waits}' if one.waits else ''}"
             for one in self.steps
         ]
         notes = [f"  {one.system}: {note}" for one in self.steps for note in one.notes]
@@ -112,12 +110,6 @@ class Simulation:
             "measured_times": self.source,
             "steps": [one.to_json() for one in self.steps],
         }
-
-
-def _waits(step: SimulatedStep) -> str:
-    """What compute waits for, in words."""
-    waits = ", ".join(f"{words} {milliseconds(seconds)}" for words, seconds in step.parts.exposed_by if seconds > 0.0)
-    return f"; compute waits for {waits}" if waits else ""
 
 
 def simulate(
@@ -225,8 +217,8 @@ def simulated(
         played = simulate_module(program.module, costs.hardware, costs)
         parts = step_parts(program.module, costs, program.memory, played)
         if system.name == "blocking":
-            waits = costs.in_step.wait if costs.estimator else 0.0
-            parts = known_systems.blocking(parts, waits * sum(one.count for one in played.collectives))
+            peers = costs.in_step.wait * sum(one.count for one in played.collectives)
+            parts = known_systems.blocking(parts, peers)
         counted = work if work.flops else Work(work.tokens, parts.flops * work.gpus, work.gpus, work.peak)
         notes = program.notes
         if system.name == "xla":

@@ -19,6 +19,7 @@ from dhelix.passes.simulation.choices import Choice, ModelShape, Space, choices
 from dhelix.passes.simulation.estimates import Estimator
 from dhelix.passes.simulation.layout_search import Found, search
 from dhelix.passes.simulation.simulated_step import SimulatedStep, Work
+from dhelix.profiles import hardware
 
 GB = 1e9
 SIZES = decoder(
@@ -27,9 +28,8 @@ SIZES = decoder(
 )  # fmt: skip
 SHAPE = ModelShape(SIZES, 8192, 32, 8, 1024)
 EXPERTS = replace(SHAPE, experts=16, routed=2.5, expert_parameters=1_250_000_000)
-ESTIMATOR = Estimator(
-    SHAPE, Compute(600e12, 2.6e12), 8, LinkTimes(Links(330e9, 360e9)), 330e9, 45e9, 3e-6, Overlap()
-)  # fmt: skip
+H100 = replace(hardware.H100, intra_bandwidth=330e9, inter_bandwidth=45e9, gpus_per_node=8)
+ESTIMATOR = Estimator(SHAPE, Compute(600e12, 2.6e12), H100, LinkTimes(Links(330e9, 360e9)), Overlap())
 
 
 def found_in(space: Space, shape: ModelShape = SHAPE) -> list[Choice]:
