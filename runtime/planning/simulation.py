@@ -224,7 +224,7 @@ def simulated(
         if system.name == "xla":
             in_xlas_order = parts.seconds
         elif system.name == "strands" and parts.seconds > in_xlas_order:
-            notes = (*notes, "slower than XLA's order, so @strand_interleave would keep that; its report says why")
+            notes = (*notes, "slower than the plain step, which @strand_interleave would run instead; its report says why")
         yield SimulatedStep(system.name, parts, program.memory, counted, cluster.hardware.memory_bytes, notes)
 
 
