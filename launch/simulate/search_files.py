@@ -25,7 +25,7 @@ from dhelix.runtime.step.options import StepOptions
 _SCRIPT = """\
 #!/bin/sh
 # {headline}
-# Made by `dhelix simulate --search`. Start it on each node under the job's scheduler, as docs/guide/launch.md explains.
+# Made by `dhelix simulate --search`. docs/guide/launch.md explains how to start it: with several nodes, on each of them.
 set -e
 {memory}exec {command} "$@"
 """

@@ -145,7 +145,8 @@ def print_view(view: SearchView, console: Console) -> None:
             say(console, f"Cannot run: {one.choice}: {one.refused}")
     for reason, count in view.left_out.items():
         say(console, f"Left out {count:,} times: {reason}.")
-    say(console, "The command for the best one, on each node under its scheduler:")
+    where = ", on each node under its scheduler" if view.cluster.nodes > 1 else ""
+    say(console, f"The command for the best one{where}:")
     say(console, f"  {view.command}")
 
 
