@@ -25,7 +25,7 @@ from dhelix.runtime.step.options import StepOptions
 _SCRIPT = """\
 #!/bin/sh
 # {headline}
-# Made by `dhelix simulate --search`. docs/guide/launch.md explains how to start it: with several nodes, on each of them.
+# Made by `dhelix simulate --search`. With several nodes, start it on each of them (docs/guide/launch.md).
 set -e
 {memory}exec {command} "$@"
 """

@@ -44,6 +44,8 @@ from dhelix.runtime.step.strand_interleave import interleaved
 
 _SCHEDULES: dict[str, Literal["dp", "intra_batch"]] = {"intra-batch": "intra_batch", "wavelet": "dp", "strands": "dp"}
 
+_INSTEAD = "which @strand_interleave would run instead; its report says why"
+
 
 @dataclass(frozen=True)
 class CompiledStep:
@@ -224,7 +226,7 @@ def simulated(
         if system.name == "xla":
             in_xlas_order = parts.seconds
         elif system.name == "strands" and parts.seconds > in_xlas_order:
-            notes = (*notes, "slower than the plain step, which @strand_interleave would run instead; its report says why")
+            notes = (*notes, f"slower than the plain step, {_INSTEAD}")
         yield SimulatedStep(system.name, parts, program.memory, counted, cluster.hardware.memory_bytes, notes)
 
 
