@@ -1,5 +1,7 @@
 """Content: fusions that differ in names alone have the same, and any other difference shows."""
 
+from collections.abc import Hashable
+
 import pytest
 
 from dhelix.passes.analysis.content import Contents
@@ -38,7 +40,7 @@ def test_names_do_not_count() -> None:
     contents = Contents()
     first, second = fusions()
     assert contents[first] == contents[second]
-    known: dict[object, str] = {}
+    known: dict[Hashable, str] = {}
     assert {contents.once(fusion, known, lambda i: i.name) for fusion in (first, second)} == {first.name}
 
 
