@@ -13,6 +13,7 @@ together take only about a tenth less time than one after the other. So the frac
 measure speed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 
@@ -74,6 +75,13 @@ class Hardware:
             return self.inter_compute_rate, self.inter_communication_rate
         return self.compute_rate, self.communication_rate
 
+
+SLOW_LINK: Mapping[str, float] = {"compute_rate": 0.9, "communication_rate": 0.8}
+"""Rates beside a collective inside a node whose links are slower than half of the GPU's own.
+
+Such a collective mostly waits for its link. Under 1 to 8 channels over NVLink, H200s had 0.82 to 0.99 and 0.74 to 0.90
+for collectives that start first beside products and attention (benchmarks/results/costs_h200x2_channels*).
+"""
 
 # NVLink 4 with 18 links has 450 GB/s each way, and NCCL reaches about 330 GB/s. The network has 400 Gb/s per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
@@ -137,7 +145,7 @@ A10G = replace(A40, name="A10G", sms=80, peak_flops=70e12, memory_bandwidth=0.6e
 def _no_p2p(gpu: Hardware) -> Hardware:
     """`gpu` in a server without peer-to-peer access (`NCCL_P2P_DISABLE=1`). Collectives go through host memory."""
     name = f"{gpu.name}-no-p2p"
-    return replace(gpu, name=name, intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
+    return replace(gpu, name=name, intra_bandwidth=27e9, **SLOW_LINK)
 
 
 def _two_nodes(gpu: Hardware) -> Hardware:

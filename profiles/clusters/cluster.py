@@ -11,12 +11,13 @@ Devices are numbered node by node, and nodes leaf by leaf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from dhelix.profiles.clusters.constants import CONSTANTS, ClusterError, constant
-from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.hardware import SLOW_LINK, Hardware
 
 MOST_GPUS = 2**20
 
@@ -82,6 +83,8 @@ class Cluster:
     def with_constants(self, values: Mapping[str, float], where: str) -> Self:
         """The same cluster with other constants, in the units of their names.
 
+        Links inside a node that become slower than half of what they were get the rates of slow links (`SLOW_LINK`).
+
         Args:
           where: the file or flag with the values. It becomes their source.
 
@@ -95,6 +98,10 @@ class Cluster:
         if "sms" in fields:
             fields["sms"] = int(fields["sms"])
         sources = {**self.sources, **dict.fromkeys(values, where)}
+        if fields.get("intra_bandwidth", math.inf) < self.hardware.intra_bandwidth / 2:
+            missing = {name: rate for name, rate in SLOW_LINK.items() if name not in fields}
+            fields |= missing
+            sources |= dict.fromkeys(missing, "measured on H200s under limits on channels, for slow links")
         return replace(self, hardware=replace(self.hardware, **fields), sources=sources)
 
     def origins(self) -> Iterator[Origin]:
