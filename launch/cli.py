@@ -62,7 +62,8 @@ COMMANDS = {
     ),
 }
 
-_EXTRAS = {"flax": "train", "optax": "train", "orbax": "train", "ortools": "plan"}
+_TRAIN = ("flax", "grain", "optax", "orbax", "tensorboardX", "tokenizers")
+_EXTRAS = dict.fromkeys(_TRAIN, "train") | {"ortools": "plan"}
 """For each package that only some commands need, the extra of dhelix that installs the package."""
 
 _PYTHON_WORDS = (
@@ -116,10 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         module = importlib.import_module(f"dhelix.launch.{folder}.command")
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
-            raise
-        _fail(f"needs the package {package}: pip install 'dhelix[{_EXTRAS[package]}]'", name)
+        _lacks(error, name)
     app.run(lambda _: _run(name, module, values, positional), argv=["dhelix"], flags_parser=_no_global_flags)
 
 
@@ -151,10 +149,20 @@ def _run(name: str, module: ModuleType, values: flags.FlagValues, positional: li
         return module.run(values, positional)
     except DhelixError as error:
         _fail(_one_line(error), name)
+    except ModuleNotFoundError as error:
+        _lacks(error, name)
     except BrokenPipeError:
         _no_reader()
     except KeyboardInterrupt:
         _fail("interrupted", name, status=INTERRUPTED)
+
+
+def _lacks(error: ModuleNotFoundError, name: str) -> None:
+    """Names the extra that installs a missing package. Raises `error` if none does."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        raise error
+    _fail(f"needs the package {package}: pip install 'dhelix[{_EXTRAS[package]}]'", name)
 
 
 def _no_reader() -> NoReturn:

@@ -120,7 +120,7 @@ def measure(case: Case, name: str, layers: int) -> Need:
 
     from dhelix import strand_interleave
     from dhelix.benchmarks.pipeline.variants import training_of
-    from dhelix.launch.train.pipelined import PipelinedTraining
+    from dhelix.launch.train.meshes.pipelined import PipelinedTraining
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.compiler.lowering import compiled_module
 

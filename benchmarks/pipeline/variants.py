@@ -24,7 +24,7 @@ from typing import Any
 import optax
 
 from dhelix.benchmarks.strands.variants import OURS, XLA, Setting
-from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import Training, make_mesh, make_train_step
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.manager import Stage

@@ -6,7 +6,8 @@
 
 Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
 cap on NCCL channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
-With --unseen, each program is predicted as if none of its keys had been measured; pipelines are then left out.
+With --unseen, each program is predicted as if none of its keys had been measured, and a cap is a slower link
+(`unseen.py`); pipelines are then left out.
 Results of several nodes, of context and expert parallelism and of sharded states are left out. So are variants,
 settings and workloads that were removed. `measured` is the time of consecutive steps, at the clock of a warm GPU, as
 users see it. A traced step, if there is one, is slightly shorter.
@@ -27,14 +28,13 @@ from typing import Any
 from dhelix.benchmarks.pipeline import run as pipeline
 from dhelix.benchmarks.pipeline import tables as pipeline_tables
 from dhelix.benchmarks.pipeline import variants as pipeline_variants
+from dhelix.benchmarks.prediction.unseen import costs_under
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands import variants as strand_variants
 from dhelix.benchmarks.strands.results import Run, read
 from dhelix.errors import DhelixError
 from dhelix.profiles.files.storage import SEARCH_PATH
 from dhelix.profiles.hardware import gpu_name
-
-_RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
     """Yields setting, variant, median step time, and time of a traced step (0 if none), both in milliseconds."""
     known = pipeline_variants.VARIANTS if "stages" in run.workload else strand_variants.VARIANTS
     if any(run.workload.get(name) for name in ("unrolled", "cp", "ep", "states")) or (
-        run.workload.get("channels") and not _costs(run.workload).is_dir()
+        run.workload.get("channels") and not costs_under(run.workload["channels"]).is_dir()
     ):
         return
     for result in run.results:
@@ -125,7 +125,7 @@ def _predicted(
         ["--on_paper", *["--unseen"] * unseen, *(f"--{name}={value}" for name, value in given.items())]
     )
     if workload.get("channels"):
-        os.environ[SEARCH_PATH] = str(_costs(workload))  # inherited by the processes of `measure`
+        os.environ[SEARCH_PATH] = str(costs_under(workload["channels"]))  # inherited by the processes of `measure`
     else:
         os.environ.pop(SEARCH_PATH, None)
     try:
@@ -140,10 +140,6 @@ def _predicted(
         return {}
     results = (pipeline_tables.read if stages else read)(path).results
     return {r.variant: r.predicted_ms for r in results if r.setting == setting and r.predicted_ms}
-
-
-def _costs(workload: dict[str, Any]) -> Path:
-    return _RESULTS / f"costs_h200x2_channels{workload['channels']}"
 
 
 def _link(run: Run, setting: str) -> str:

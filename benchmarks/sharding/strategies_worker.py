@@ -18,7 +18,7 @@ from dhelix import plan_sharding, sharding_plan, strand_interleave
 from dhelix.benchmarks.sharding.programs import AT_ONCE, MICROBATCHES, PROGRAMS, ROWS, Program
 from dhelix.benchmarks.strands.results import Run
 from dhelix.benchmarks.strands.worker import Worker, describe, main, traced
-from dhelix.launch.train.sharded import with_states
+from dhelix.launch.train.meshes.sharded import with_states
 from dhelix.models import Training, preset
 from dhelix.models.common.mesh import make_mesh
 from dhelix.models.train_step import make_train_step

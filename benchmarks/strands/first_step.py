@@ -68,6 +68,8 @@ def _cores() -> list[int]:
 def first_step(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times the first two steps; runs in a new process."""
     os.sched_setaffinity(0, _cores())
+    from itertools import islice
+
     import jax
 
     from dhelix.launch.train import trainer
@@ -82,8 +84,7 @@ def first_step(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.start(run)
     state, seconds = run.state, []
     jax.block_until_ready(state)
-    for number in range(2):
-        tokens = run.tokens(number)
+    for tokens in islice(run.batches.after(0), 2):
         start = time.perf_counter()
         state, metrics = run.step(state, tokens)
         jax.block_until_ready((state, metrics))

@@ -30,12 +30,12 @@ import optax
 
 from dhelix import strand_interleave
 from dhelix.benchmarks.collectives.gpu_clocks import Clocks
-from dhelix.benchmarks.prediction.unseen import unseen
+from dhelix.benchmarks.prediction.unseen import capped_bandwidth, unseen
 from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
-from dhelix.launch.train.sharded import with_states
+from dhelix.launch.train.meshes.sharded import with_states
 from dhelix.models import MoeConfig, Training, preset
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.mesh import make_mesh
@@ -269,7 +269,8 @@ class Worker:
     def predict(self, module: Any) -> float:
         model = self.setting.costs()
         if self.options.unseen:
-            model = unseen(model, module)
+            limit = self.options.channels
+            model = unseen(model, module, capped_bandwidth(limit) if limit else 0.0)
         costs: Costs = model.costs()
         return 1e3 * simulate_module(module, model.hardware, costs).seconds
 

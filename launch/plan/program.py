@@ -23,7 +23,7 @@ from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.reading.dumps import Memory
 from dhelix.launch.profile import step as profile_step
 from dhelix.launch.train import trainer
-from dhelix.launch.train.pipelined import PipelinedTraining
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining
 from dhelix.models import Training
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.framework.manager import Pass, Stage

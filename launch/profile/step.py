@@ -23,7 +23,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch.inspect import targets
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.train import trainer
-from dhelix.launch.train.pipelined import PipelinedTraining
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining
 from dhelix.models import Training
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule

@@ -30,6 +30,7 @@ from dhelix.launch.inspect.inspection import Inspection
 from dhelix.launch.shown.progress import say
 from dhelix.launch.train import trainer
 from dhelix.launch.train.command import summary
+from dhelix.launch.train.optimizers import optimizer
 from dhelix.models import Training, make_train_step, preset
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.passes.framework.report import Report
@@ -109,7 +110,7 @@ def demonstrate(
     except deviceless.DevicelessError as error:
         say(console, f"Left out: {error}")
     else:
-        training = make_train_step(config, mesh, trainer.optimizer(trainer.Options()), microbatches)
+        training = make_train_step(config, mesh, optimizer(trainer.Options()), microbatches)
         found, passes = compile_both(training, output, console)
         console.print(comparison(found))
         say(console, f"Estimates from the {found[0].cost_model}; the steps were not run. What the passes did:")

@@ -33,13 +33,17 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, number: int, *words: str) -> None:
-        """Shows that `number` steps are done, followed by `words`. A `number` above `last` becomes the new `last`."""
+    def update(self, number: int, *words: str, always: bool = False) -> None:
+        """Shows that `number` steps are done, followed by `words`. A `number` above `last` becomes the new `last`.
+
+        Args:
+          always: whether to write a line where there is no terminal, even if only some steps have one.
+        """
         text = "  ".join(words)
         self._last = max(self._last, number)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, total=self._last, description=text)
-        elif number in (self._first + 1, self._last) or number % self._interval == 0:
+        elif always or number in (self._first + 1, self._last) or number % self._interval == 0:
             line = f"{self._what} {number:>{len(str(self._last))}}/{self._last}  {text}"
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dhelix.errors import DhelixError
 from dhelix.launch.profile.step import gpus_of_mesh
 from dhelix.launch.train import trainer
-from dhelix.launch.train.mesh_axes import mesh_axes
+from dhelix.launch.train.meshes.mesh_axes import mesh_axes
 from dhelix.models import Training
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig

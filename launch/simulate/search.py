@@ -27,7 +27,7 @@ from dhelix.launch.simulate import programs, search_files
 from dhelix.launch.simulate.flags import cluster_of
 from dhelix.launch.simulate.search_tables import SearchView, headline
 from dhelix.launch.train import step_flags, trainer
-from dhelix.launch.train.mesh_axes import parsed_axes
+from dhelix.launch.train.meshes.mesh_axes import parsed_axes
 from dhelix.launch.train.options import Options
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.moe.moe_config import MoeConfig

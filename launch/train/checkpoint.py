@@ -84,9 +84,14 @@ class Checkpoints:
         """The step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any) -> None:
-        """Copies `state` to the host, then writes the copy in the background."""
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(self._config))
+    def save(self, step: int, state: Any, notes: Config | None = None) -> None:
+        """Copies `state` to the host, then writes the copy in the background.
+
+        Args:
+          notes: notes of this checkpoint, in addition to those of the run.
+        """
+        run = self._config | {"notes": self._config["notes"] | _plain(notes or {})}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         with self._writing():
             self._manager.save(step, args=items, force=True)
 

@@ -16,11 +16,14 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import INTERRUPTED
 from dhelix.launch.shown.progress import Progress, say
-from dhelix.launch.train import step_flags, trainer
+from dhelix.launch.train import loop, step_flags, trainer
 from dhelix.launch.train.checkpoint import Checkpoints
-from dhelix.launch.train.pipelined import PipelinedTraining
-from dhelix.launch.train.sharded import ShardedTraining
-from dhelix.launch.train.trainer import Options, Run, Step
+from dhelix.launch.train.data.batches import Batches
+from dhelix.launch.train.loop import COMPARED, Run, Step, Stopping, exit_status, traced_steps
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining
+from dhelix.launch.train.meshes.sharded import ShardedTraining
+from dhelix.launch.train.options import Options
+from dhelix.launch.train.watch import results
 from dhelix.passes.framework import headline
 from dhelix.passes.framework.report import Report
 from dhelix.passes.plans import plan_files
@@ -40,32 +43,44 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     _prepare_devices(chosen)
     quiet = jax.process_index() > 0
     console = Console(stderr=chosen["json"], quiet=quiet)
-    prepared = trainer.prepare(options)
+    prepared = trainer.prepare(options, lambda text: say(console, text))
     _introduce(prepared, console)
+    checkpoints, status = None, 0
     with contextlib.ExitStack() as stack:
-        checkpoints = None
         if options.checkpoint_dir is not None:
-            made = Checkpoints(options.checkpoint_dir, trainer.identity(prepared), notes=trainer.notes(prepared))
+            notes = trainer.notes(prepared)
+            made = Checkpoints(options.checkpoint_dir, trainer.identity(prepared), options.keep, notes)
             checkpoints = stack.enter_context(made)
         trainer.start(prepared, checkpoints)
         if checkpoints is not None and prepared.first:
             say_resumed(prepared, checkpoints, console)
+        wish = stack.enter_context(Stopping(lambda: say(console, _ENDS)))
         try:
-            steps = _train(prepared, checkpoints, console, chosen["verbose"])
+            steps = _train(prepared, checkpoints, wish, console, chosen["verbose"])
         except KeyboardInterrupt:
-            say(
-                console,
-                "Interrupted; "
-                f"{'without --checkpoint_dir nothing was saved' if checkpoints is None else checkpoints.newest()}",
-            )
+            say(console, f"Interrupted; {_saved(checkpoints)}")
             return INTERRUPTED
-    if chosen["trace"]:
-        say(console, f"wrote a profiler trace of step {options.steps} to {chosen['trace']}")
+        if wish.signal:
+            if checkpoints is not None:
+                checkpoints.wait()
+            say(console, f"Interrupted after step {steps[-1].number}; {_saved(checkpoints)}")
+            status = exit_status(wish.signal)
+    if chosen["trace"] and not status:
+        first, last = traced_steps(options)
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        say(console, f"wrote a profiler trace of {which} to {chosen['trace']}")
     if chosen["json"]:
-        results = trainer.results(prepared, steps)
+        found = results.results(prepared, steps)
         if not quiet:
-            print(json.dumps(results, indent=1))
-    return 0
+            print(json.dumps(found, indent=1))
+    return status
+
+
+_ENDS = "ends after this step; press Ctrl-C again to end at once"
+
+
+def _saved(checkpoints: Checkpoints | None) -> str:
+    return "without --checkpoint_dir nothing was saved" if checkpoints is None else checkpoints.newest()
 
 
 def _check(chosen: dict[str, Any]) -> None:
@@ -86,6 +101,15 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("a plan already sets the order; leave out --schedule or --plan")
     if chosen["trace"] and chosen["steps"] < 2:
         raise DhelixError("--trace records the last step, but the first step compiles; give --steps 2 or more")
+    if chosen["trace_steps"] and not chosen["trace"]:
+        raise DhelixError("--trace_steps needs --trace; give the folder")
+    if chosen["trace_steps"]:
+        traced_steps(Options(steps=chosen["steps"], trace_steps=chosen["trace_steps"]))
+    if chosen["plain"] and chosen["compare_plain"]:
+        raise DhelixError("--compare_plain times steps with passes and without; leave out --plain or --compare_plain")
+    if chosen["compare_plain"] and chosen["steps"] <= 2 * COMPARED:
+        first, last = COMPARED + 2, 2 * COMPARED + 1
+        raise DhelixError(f"--compare_plain runs steps {first} to {last} without passes; give --steps {last} or more")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
@@ -115,19 +139,32 @@ def _prepare_devices(chosen: dict[str, Any]) -> None:
             ) from error
 
 
-def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose: bool) -> list[Step]:
-    with Progress(console, run.first, run.options.steps) as progress:
+def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: Console, verbose: bool) -> list[Step]:
+    board = _board(run) if run.options.tensorboard else contextlib.nullcontext()
+    with board as board, Progress(console, run.first, run.options.steps) as progress:
 
         def show(steps: list[Step]) -> None:
-            progress.update(steps[-1].number, str(steps[-1]), *trainer.speed(run, steps))
+            step = steps[-1]
+            if len(steps) == 1 and (report := run.report()) is not None:
+                for line in summary(report, verbose):
+                    say(console, line)
+            if board is not None:
+                board.write(step)
+            words = (str(step), *results.speed(run, steps), results.time_left(run, steps))
+            progress.update(step.number, *words, always=step.evaluation is not None or step.skipped)
+            if len(steps) == 2 * COMPARED + 1 and (gain := results.measured_gain(steps)) is not None:
+                say(console, gain)
 
-        steps = trainer.train(run, checkpoints, show)
-    milliseconds = 1e3 * trainer.step_seconds(steps)
-    say(console, f"median step {milliseconds:,.0f} ms, {', '.join(trainer.speed(run, steps))}")
-    report = run.report()
-    for line in summary(report, verbose) if report is not None else ():
-        say(console, line)
+        steps = loop.train(run, checkpoints, show, wish.wished)
+    milliseconds = 1e3 * results.step_seconds(steps)
+    say(console, f"median step {milliseconds:,.0f} ms, {', '.join(results.speed(run, steps))}")
     return steps
+
+
+def _board(run: Run) -> Any:
+    from dhelix.launch.train.watch.tensorboard import TensorBoard  # needs tensorboardX, which others need not have
+
+    return TensorBoard(run.options.tensorboard or "", run)
 
 
 def summary(report: Report, verbose: bool = False) -> list[str]:
@@ -155,8 +192,15 @@ def _introduce(run: Run, console: Console) -> None:
         how += f", states by the plan: {run.training.states}"
     how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
     say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
-    text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"
-    say(console, f"text: {text}; a step takes {run.batch} sequences of {run.seq}")
+    say(console, f"data: {_data(run.batches)}; a step takes {run.batch} sequences of {run.seq}")
+
+
+def _data(batches: Batches) -> str:
+    documents = batches.rows.documents
+    count = f"{len(documents):,} document{'s' * (len(documents) > 1)}"
+    masks = ", masked" if batches.rows.masked else ""
+    unit = "bytes" if documents.tokenizer == "bytes" else f"tokens of {documents.tokenizer}"
+    return f"{documents.name}, {count}{masks}, {documents.size:,} {unit}, an epoch of {batches.per_epoch:,.1f} steps"
 
 
 def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
@@ -165,4 +209,7 @@ def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
     say(console, f"resumed from step {run.first} in {checkpoints.folder}")
     for name in (name for name in now if before.get(name) != now[name]):
         change = f"{name} was {before.get(name)} and is now {now[name]}"
-        say(console, f"note: {change}, so the batches differ from those of an uninterrupted run")
+        say(console, f"note: {change}, so the rows differ from those of an uninterrupted run")
+    if before.get("batch") != run.batch:
+        change = f"a batch had {before.get('batch')} sequences and now has {run.batch}"
+        say(console, f"note: {change}; the run continues with the row after the last one")

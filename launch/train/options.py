@@ -7,6 +7,9 @@ from typing import Any
 
 from dhelix.runtime.step.options import StepOptions
 
+SCHEDULES = ("cosine", "wsd", "linear", "constant")
+"""How the learning rate falls (`optimizers.py`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -17,6 +20,18 @@ class Options:
     Attributes:
       batch: number of sequences in one optimizer step: micro-batches x micro-batch size x dp (x ep with experts).
       step: how micro-batches are interleaved.
+      optimizer, optimizer_options: an optimizer of Optax, and values for it: "b2=0.99,weight_decay=0.2".
+      lr_end: the learning rate at the end of the schedule, as a fraction of `lr`.
+      decay_steps: steps at the end over which the schedule `wsd` decays; None: a fifth of all.
+      clip: largest global norm of the gradients; 0: any.
+      z_loss: weight of the square of the log of the softmax's denominator.
+      on_nan: what happens if a loss is not finite: "stop", or "skip" the step's update.
+      mask_documents: whether a token attends to its own document alone; None: if there are several documents.
+      eval_data: documents to evaluate on; None: a part of `data`, `eval_fraction`, if `eval_every` is given.
+      eval_batches: number of batches of an evaluation.
+      keep: number of the newest checkpoints that are kept.
+      trace_steps: the steps that `trace` records, as "10-12"; None: the last one.
+      compare_plain: whether ten steps are timed with passes and without.
     """
 
     preset: str = "llama-demo"
@@ -40,14 +55,36 @@ class Options:
     batch: int | None = None
     steps: int = 50
     lr: float = 1e-3
+    lr_schedule: str = "cosine"
+    lr_end: float = 0.1
     warmup: int | None = None
+    decay_steps: int | None = None
+    optimizer: str = "adamw"
+    optimizer_options: str | None = None
+    clip: float = 1.0
+    z_loss: float = 0.0
+    param_dtype: str | None = None
+    on_nan: str = "stop"
     seed: int = 0
     plain: bool = False
     step: StepOptions = StepOptions()
     data: str | None = None
+    text_field: str = "text"
+    tokenizer: str | None = None
+    end_token: str | None = None
+    token_cache: str | None = None
+    mask_documents: bool | None = None
+    eval_data: str | None = None
+    eval_fraction: float = 0.05
+    eval_every: int | None = None
+    eval_batches: int = 8
     trace: str | None = None
+    trace_steps: str | None = None
+    tensorboard: str | None = None
+    compare_plain: bool = False
     checkpoint_dir: str | None = None
     save_every: int | None = None
+    keep: int = 3
     resume: bool = False
     peak_tflops: float | None = None
 

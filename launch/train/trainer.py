@@ -6,42 +6,38 @@ train step to `jax.jit` or to `interleaved`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
-from dhelix.launch.train import data
 from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
-from dhelix.launch.train.mesh_axes import mesh_axes
+from dhelix.launch.train.data import sources, tokenizers
+from dhelix.launch.train.data.batches import Batches
+from dhelix.launch.train.data.documents import Documents, check_vocabulary
+from dhelix.launch.train.data.rows import Rows
+from dhelix.launch.train.evaluation import documents_of, make_evaluation
+from dhelix.launch.train.loop import Run
+from dhelix.launch.train.meshes.mesh_axes import mesh_axes
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.launch.train.meshes.sharded import ShardedTraining, states_of, with_states
+from dhelix.launch.train.optimizers import optimizer
 from dhelix.launch.train.options import Options
-from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
-from dhelix.launch.train.sharded import ShardedTraining, states_of, with_states
 from dhelix.models import (
     GptConfig,
     LlamaConfig,
     MoeConfig,
     Training,
-    TrainState,
     make_mesh,
     make_train_step,
     preset,
 )
 from dhelix.models.common.decoder_config import DecoderConfig
-from dhelix.passes.framework.report import Report
 from dhelix.passes.sharding.factors import GROUPED
-from dhelix.profiles import hardware
 from dhelix.runtime.sharding.state_plan import StatePlan, data_axes
-from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 
@@ -58,102 +54,53 @@ _MODEL_FIELDS = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The results of one optimizer step.
+def prepare(options: Options, say: Callable[[str], None] = lambda text: None) -> Run:
+    """Makes a run without its state.
 
-    Attributes:
-      number: the step's number, counted from 1.
-      loss: mean loss, in nats per token.
-      seconds: how long the step took.
-      metrics: the step's other metrics by name. For a model with experts, `dropped` is the fraction of the experts'
-        choices that were dropped.
+    Args:
+      say: called with a line of text about long work.
+
+    Raises:
+      DhelixError: the options contradict each other or need other devices, or the data does not fit the model.
     """
-
-    number: int
-    loss: float
-    grad_norm: float
-    seconds: float
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        dropped = f", dropped {self.metrics['dropped']:.1%}" if "dropped" in self.metrics else ""
-        return f"loss {self.loss:.4f}{dropped}"
-
-
-@dataclasses.dataclass
-class Run:
-    """A training run: the train step, its state and its text.
-
-    Attributes:
-      batch: number of sequences per step.
-      state: the train state; None until `start` makes or restores the state.
-      first: number of steps that were taken before this run.
-    """
-
-    options: Options
-    training: Training
-    corpus: data.Corpus
-    batch: int
-    step: Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]
-    state: Any = None
-    first: int = 0
-
-    @property
-    def seq(self) -> int:
-        return self.training.config.seq
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.seq
-
-    def tokens(self, number: int) -> dict[str, jax.Array]:
-        """The batch of step `number`, counted from 0."""
-        sharding = self.training.batch_sharding
-        return self.corpus.sharded_batch(number, self.batch, self.seq, sharding, self.options.seed)
-
-    def report(self) -> Report | None:
-        """The report of the passes; None for a plain run."""
-        if self.options.plain:
-            return None
-        return self.step.report(self.training.abstract_state(), self.training.abstract_batch(self.batch))  # type: ignore
-
-    def take_steps(self) -> Iterator[Step]:
-        """Takes the remaining steps one by one and yields their results. Raises DhelixError if a loss is not finite."""
-        for number in range(self.first, self.options.steps):
-            tokens = self.tokens(number)
-            begun = time.perf_counter()
-            with self._recorded(number):
-                self.state, metrics = self.step(self.state, tokens)
-                others = {name: float(value) for name, value in metrics.items()}
-                loss, grad_norm = others.pop("loss"), others.pop("grad_norm")
-            if not math.isfinite(loss):
-                raise DhelixError(f"the loss of step {number + 1} is {loss}; use a smaller --lr than {self.options.lr}")
-            yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun, others)
-
-    def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """A context that records a profiler trace if `trace` is set and step `number` is the last one."""
-        if self.options.trace is None or number + 1 < self.options.steps:
-            return contextlib.nullcontext()
-        return jax.profiler.trace(self.options.trace)
-
-
-def prepare(options: Options) -> Run:
-    """Makes a run without its state. Raises DhelixError if the options contradict each other or need other devices."""
     config = configuration(options)
-    if config.vocab < data.VOCABULARY:
-        raise DhelixError(
-            f"the model has {config.vocab} tokens, but bytes need {data.VOCABULARY}; give --vocab {data.VOCABULARY}"
-        )
-    corpus = data.load(options.data)
-    corpus.check(config.seq)
+    documents, others = _documents(options, config, say)
     training, batch = make_training(options, config, jax.devices())
-    return Run(options, training, corpus, batch, make_step(training, options.plain, options.step))
+    masked = options.mask_documents if options.mask_documents is not None else len(documents) > 1
+    rows = Rows(documents, config.seq, masked, config.vocab)
+    run = Run(
+        options, training, Batches(rows, batch, training.batch_sharding, options.seed),
+        make_step(training, options.plain, options.step),
+    )  # fmt: skip
+    if others is not None:
+        evaluated, _ = make_training(options, dataclasses.replace(config, z_loss=0.0), jax.devices())
+        run.evaluate = make_evaluation(options, evaluated, dataclasses.replace(rows, documents=others), batch)
+    if options.compare_plain:
+        run.plain_step = make_step(training, plain=True)
+    return run
+
+
+def _documents(
+    options: Options, config: DecoderConfig, say: Callable[[str], None]
+) -> tuple[Documents, Documents | None]:
+    """The documents to train on and to evaluate on, as the options name them."""
+    tokenizer = tokenizers.load(options.tokenizer, options.end_token)
+    check_vocabulary(tokenizer.name, tokenizer.vocabulary, config.vocab)
+    given = options.text_field, options.token_cache, say
+    documents = sources.load(options.data, tokenizer, *given)
+    other = None if options.eval_data is None else sources.load(options.eval_data, tokenizer, *given)
+    documents, other = documents_of(options, documents, other)
+    for one in filter(None, (documents, other)):
+        one.check(config.seq, config.vocab)
+    return documents, other
 
 
 def configuration(options: Options) -> DecoderConfig:
     """The configuration of the model. Raises DhelixError if the options contradict each other."""
-    given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
+    given = _given(
+        seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat, param_dtype=options.param_dtype
+    )
+    given |= {"z_loss": options.z_loss} if options.z_loss else {}
     if options.unrolled and options.pp > 1:
         raise DhelixError("--pp needs stacked layers; leave --unrolled out")
     given |= {"scan_layers": False} if options.unrolled else {}
@@ -238,15 +185,6 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
     return interleaved(training.train_step, options.but(donate_argnums=0))
 
 
-def optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW with gradient clipping. The learning rate warms up linearly, then decays by a cosine to `lr` / 10."""
-    warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, options.lr, warmup, max(options.steps, warmup + 1), 0.1 * options.lr
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-
-
 def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
     """Gives `run` its state: a new one, or, with the option `resume`, the state of the newest checkpoint.
 
@@ -259,6 +197,8 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
     latest = checkpoints.latest_step
     if run.options.resume:
         run.first, run.state = _restore(run, checkpoints)
+        stored = checkpoints.notes(run.first)
+        run.first_row = int(stored.get("rows") or run.first * int(stored.get("batch") or run.batch))
         if run.first >= run.options.steps:
             raise DhelixError(f"{checkpoints.folder} already holds step {run.first}; give a larger --steps to continue")
     elif latest is not None:
@@ -291,82 +231,6 @@ def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
         ) from error
 
 
-def train(
-    run: Run,
-    checkpoints: Checkpoints | None = None,
-    on_step: Callable[[list[Step]], None] = lambda steps: None,
-) -> list[Step]:
-    """Takes the remaining steps. Saves a checkpoint every `save_every` steps and at the end.
-
-    Args:
-      on_step: called after each step with the results of all steps so far.
-
-    Returns:
-      The results of all steps.
-    """
-    options, steps = run.options, []
-    for step in run.take_steps():
-        steps.append(step)
-        on_step(steps)
-        due = options.save_every is not None and step.number % options.save_every == 0
-        if checkpoints is not None and (due or step.number == options.steps):
-            checkpoints.save(step.number, run.training.to_model_order(run.state))
-    return steps
-
-
-def step_seconds(steps: list[Step]) -> float:
-    """The median step time. The first step does not count unless it is the only one, because it compiles."""
-    return statistics.median(step.seconds for step in steps[1:] or steps)
-
-
-def utilization(run: Run, seconds: float) -> float | None:
-    """MFU of a step that takes `seconds`: the model's FLOPs divided by the peak FLOPs of all devices in that time.
-
-    Attention counts in full, not halved for the causal mask. The result is None if the peak of the devices is unknown
-    and `peak_tflops` is not set.
-    """
-    peak = run.options.peak_tflops and run.options.peak_tflops * 1e12
-    kind = run.training.mesh.devices.flat[0].device_kind
-    known = hardware.ALL.get(hardware.gpu_name(kind))
-    peak = peak or (known and known.peak_flops)
-    if not peak:
-        return None
-    flops = run.training.config.flops_per_token(run.seq) * run.tokens_per_step
-    return flops / (seconds * peak * run.training.mesh.size)
-
-
-def speed(run: Run, steps: list[Step]) -> tuple[str, ...]:
-    """Tokens per second and MFU of the latest 20 steps, in words. MFU is left out if it is unknown."""
-    seconds = step_seconds(steps[-20:] if len(steps) > 20 else steps)
-    mfu = utilization(run, seconds)
-    return f"{run.tokens_per_step / seconds:,.0f} tokens/s", *([] if mfu is None else [f"MFU {mfu:.1%}"])
-
-
-def results(run: Run, steps: list[Step]) -> dict[str, Any]:
-    """All results of a run as JSON values. The time of the first step includes the compilation."""
-    seconds = step_seconds(steps)
-    report = run.report()
-    return {
-        "options": _said(run.options),
-        "model": dataclasses.asdict(run.training.config),
-        "parameters": run.training.config.parameter_count,
-        "devices": run.training.mesh.devices.flat[0].device_kind,
-        "mesh": dict(run.training.mesh.shape),
-        "data": {"name": run.corpus.name, "bytes": len(run.corpus.tokens)},
-        "tokens_per_step": run.tokens_per_step,
-        "steps": [dataclasses.asdict(step) for step in steps],
-        "step_seconds": seconds,
-        "tokens_per_second": run.tokens_per_step / seconds,
-        "mfu": utilization(run, seconds),
-        "passes": None if report is None else json.loads(report.to_json()),
-    }
-
-
-def _said(options: Options) -> dict[str, Any]:
-    """All options as JSON values, by the names of their flags."""
-    return options.said() | {name: getattr(options.step, name) for name in step_options.flags()}
-
-
 def identity(run: Run) -> dict[str, Any]:
     """The part of the configuration that must be equal in a checkpoint and in the run that resumes from it."""
     config = run.training.config
@@ -376,12 +240,15 @@ def identity(run: Run) -> dict[str, Any]:
 
 def notes(run: Run) -> dict[str, Any]:
     """Values that a checkpoint stores only so that messages can name them."""
-    return {"preset": run.options.preset, **batch_notes(run)}
+    return {"preset": run.options.preset, "batch": run.batch, **batch_notes(run)}
 
 
 def batch_notes(run: Run) -> dict[str, Any]:
-    """The values that determine the batches. If a value has changed when a run resumes, the user gets a note."""
-    return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
+    """The values that determine the rows. If a value has changed when a run resumes, the user gets a note."""
+    rows = run.batches.rows
+    return {
+        "data": rows.documents.fingerprint, "seq": run.seq, "seed": run.options.seed, "masked": rows.masked,
+    }  # fmt: skip
 
 
 def _given(**values: Any) -> dict[str, Any]:

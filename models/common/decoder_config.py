@@ -35,6 +35,8 @@ class DecoderConfig(abc.ABC):
     """Rematerialization: `none`, `full`, or the name of a `jax.checkpoint_policies` policy, such as `dots_saveable`."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Implementation of attention. `auto`: cuDNN in 16-bit precision on GPUs if it supports `head_dim`, else XLA."""
+    z_loss: float = 0.0
+    """Weight of the square of the log of the softmax's denominator, which the loss then includes (PaLM, section 5)."""
     scan_layers: bool = True
     """Whether the layers are one `lax.scan` over stacked parameters. If not, each layer has its own parameter dict."""
 
@@ -46,6 +48,8 @@ class DecoderConfig(abc.ABC):
             raise ValueError(
                 f"{self.heads} heads do not divide into {self.kv_heads} groups; use a multiple of kv_heads"
             )
+        if not 0.0 <= self.z_loss <= 1.0:
+            raise ValueError(f"z_loss is {self.z_loss}; give a weight from 0 to 1, such as 1e-4")
         if self.attention not in ("auto", "xla", "cudnn"):
             raise ValueError(f"attention={self.attention!r} is unknown; use 'auto', 'xla' or 'cudnn'")
         if self.remat not in ("none", "full") and not _is_policy(self.remat):

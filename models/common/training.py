@@ -52,12 +52,16 @@ class Training:
     Checkpoints store layers in the model's order. If a train step uses another order, `to_model_order` and
     `from_model_order` convert states. They take states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh
     axes that split embedding and head.
+
+    `measure(state, batch) -> metrics` is `train_step` without gradients and update. Compiled alone, it goes forward
+    only, but in a pipeline. What `train_step` needs around it, it needs, too.
     """
 
     config: DecoderConfig
     mesh: Mesh
     microbatches: int
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    measure: Callable[[TrainState, Batch], Metrics]
     init: Callable[[jax.Array], TrainState]
     state_shardings: TrainState
     batch_sharding: NamedSharding
@@ -128,11 +132,17 @@ def assemble(
         new_state = lax.with_sharding_constraint(TrainState(params, opt_state, state.step + 1), shardings)
         return new_state, {"loss": loss, "grad_norm": optax.tree.norm(gradients)} | more
 
+    def measure(state: TrainState, batch: Batch) -> Metrics:
+        _check_batch(mesh, microbatches, batch, ends)
+        loss, _, more = gradients_of(state.params, batch)
+        return {"loss": loss} | more
+
     return Training(
         config=config,
         mesh=mesh,
         microbatches=microbatches,
         train_step=train_step,
+        measure=measure,
         init=jax.jit(initial_state, out_shardings=shardings),
         state_shardings=shardings,
         batch_sharding=NamedSharding(mesh, row_spec(mesh)),
@@ -148,14 +158,18 @@ def _widen(params: Params) -> Params:
 def _state_shardings(
     state: TrainState, mesh: Mesh, optimizer: optax.GradientTransformation, specs: Params
 ) -> TrainState:
-    """The shardings of a state. The optimizer state of a parameter is sharded like the parameter.
+    """The shardings of a state. The optimizer state of a parameter is sharded like the parameter if it has its shape.
 
-    All other state is replicated.
+    All other state is replicated, such as the rows and columns that Adafactor keeps of a matrix.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def of_state(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, param: jax.ShapeDtypeStruct) -> NamedSharding:
+        return sharding if leaf.shape == param.shape else replicated
+
     opt_state: Any = optax.tree.map_params(
-        optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: replicated
+        optimizer, of_state, state.opt_state, params, state.params, transform_non_params=lambda _: replicated
     )
     # This `TrainState` has shardings in place of arrays.
     fields: Any = {"params": params, "opt_state": opt_state, "step": replicated}

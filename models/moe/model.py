@@ -151,7 +151,7 @@ def objective(
       all of the device's routing losses, `cross_entropy`, and `AUXILIARY`, for this device's tokens.
     """
     values, auxiliary = logits(config, params, tokens, parallel, segments)
-    entropy = mean_loss(values, targets, parallel.ends, weights)
+    entropy = mean_loss(values, targets, parallel.ends, weights, config.z_loss)
     named = dict(zip(AUXILIARY, auxiliary, strict=True))
     routing = config.balance_weight * named["balance"] + config.z_weight * named["z"]
     metrics = {"loss": entropy + routing, "cross_entropy": entropy, **named}

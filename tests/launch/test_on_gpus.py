@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.launch.train.pipelined import make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import make_pipelined_step
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.framework.report import Report
 from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
-from dhelix.launch.train.pipelined import make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import make_pipelined_step
 from dhelix.models import make_mesh, preset
 from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.analysis.names import ALPHA, BETA

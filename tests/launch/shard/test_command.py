@@ -18,7 +18,7 @@ from dhelix.launch.shard.command import view_of
 from dhelix.launch.shard.groups import groups_of
 from dhelix.launch.shard.job import compute_of, model_sizes
 from dhelix.launch.train import trainer
-from dhelix.launch.train.sharded import ShardedTraining
+from dhelix.launch.train.meshes.sharded import ShardedTraining
 from dhelix.models.presets import PRESETS
 from dhelix.passes.plans import plan_files
 from dhelix.passes.sharding.factors import Factor

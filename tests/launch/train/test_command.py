@@ -1,6 +1,5 @@
 """`dhelix train` as a user sees it: its output, its files, and its errors."""
 
-import io
 import json
 import os
 import shutil
@@ -10,15 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
-from dhelix.errors import DhelixError
 from dhelix.launch import cli
-from dhelix.launch.train import trainer
-from dhelix.launch.train.checkpoint import Checkpoints
-from dhelix.launch.train.command import say_resumed
+from dhelix.launch.train import loop
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.runtime.profiling.traces import traced_modules
@@ -65,7 +59,7 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
 
     assert lines[0].startswith("llama-demo: ") and "2 micro-batches, passes on; dp 2 x tp 4" in lines[0]
     steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 4 and steps[-1].startswith("step 4/4  loss ") and steps[-1].endswith("tokens/s")
+    assert len(steps) == 4 and steps[-1].startswith("step 4/4  loss ") and steps[-1].endswith("tokens/s  0 s left")
     assert any(line.startswith("jit_train_step: two strands over 2 layers, 2 micro-batches") for line in lines)
     outcomes = {p["name"]: p["outcome"] for s in interleaved["passes"]["stages"] for p in s["passes"]}
     assert outcomes["strand-duplication"] == "changed"
@@ -105,36 +99,6 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
     assert sorted((tmp_path / "run").rglob("*")) == before
 
 
-def fake_run(losses: list[float]) -> trainer.Run:
-    """A run whose step returns these losses, one after the other. The state counts the steps."""
-    run = trainer.prepare(trainer.Options(layers=1, seq=16, steps=len(losses), save_every=1, data=__file__))
-
-    def step(state: Any, batch: Any) -> Any:
-        assert batch["tokens"].shape == (run.batch, 17)
-        return {"steps": state["steps"] + 1}, {"loss": losses[int(state["steps"])], "grad_norm": 1.0}
-
-    run.step, run.state = step, {"steps": jnp.int32(0)}
-    return run
-
-
-def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, {}) as checkpoints:
-        with pytest.raises(DhelixError, match="the loss of step 3 is nan; use a smaller --lr"):
-            trainer.train(fake_run([2.0, 1.0, float("nan"), 1.0]), checkpoints)
-    with Checkpoints(tmp_path, {}) as checkpoints:
-        assert checkpoints.latest_step == 2
-
-
-def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> None:
-    run, text = fake_run([1.0]), io.StringIO()
-    with Checkpoints(tmp_path, {}, notes=trainer.notes(run) | {"seed": 5}) as checkpoints:
-        trainer.train(run, checkpoints)
-        run.first = 1
-        say_resumed(run, checkpoints, Console(file=text))
-    assert "note: seed was 5 and is now 0, so the batches differ" in text.getvalue()
-    assert text.getvalue().count("note: ") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -148,7 +112,17 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--schedule=xla", "--max_in_flight=1"], "use another schedule"),
         (["--plan=/nowhere.json"], "/nowhere.json"),
         (["--profile=/nowhere.json"], "/nowhere.json': no such file"),
-        (["--vocab=100"], "the model has 100 tokens, but bytes need 256; give --vocab 256"),
+        (["--vocab=100"], "the model has 100 tokens, but bytes has 256; give --vocab 256"),
+        (["--eval_data=/nowhere", "--eval_every=1"], "no file or folder /nowhere"),
+        ([f"--eval_data={__file__}"], "--eval_data needs --eval_every"),
+        (["--eval_every=1", "--eval_fraction=2"], "give a part of the documents"),
+        (["--tokenizer=/nowhere"], "there is no tokenizer /nowhere"),
+        (["--end_token=x"], "--end_token needs --tokenizer"),
+        (["--optimizer=adamix"], "is no function of optax"),
+        (["--trace_steps=3"], "--trace_steps needs --trace"),
+        (["--trace_steps=3-9", "--trace=/tmp"], "give steps from 2"),
+        (["--compare_plain"], "give --steps 21 or more"),
+        (["--compare_plain", "--plain"], "leave out --plain or --compare_plain"),
         (["--vocab=302"], "vocab = 302 is not divisible by tp = 4"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
@@ -222,7 +196,7 @@ def test_interrupted_runs_say_what_is_kept_in_one_line(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "train", interrupted)
+    monkeypatch.setattr(loop, "train", interrupted)
     assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}") == 130
     assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no complete checkpoint in")
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.launch.train import trainer
-from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import make_mesh, make_train_step
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
 from dhelix.runtime.step.options import StepOptions

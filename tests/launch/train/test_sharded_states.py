@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.launch.train import trainer
+from dhelix.launch.train import loop, trainer
 from dhelix.launch.train.checkpoint import Checkpoints
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
@@ -22,7 +22,7 @@ TINY = {"layers": 2, "seq": 32, "batch": 8, "microbatches": 2, "mesh": "dp=4,tp=
 def losses(**options) -> list[float]:
     run = trainer.prepare(trainer.Options(**TINY | options))
     trainer.start(run)
-    return [step.loss for step in trainer.train(run)]
+    return [step.loss for step in loop.train(run)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_part_of_the_devices_holds_one_copy(states, sharding, expected):
     trainer.start(run)
     embedding = run.state.params["embedding"]
     assert embedding.addressable_shards[0].data.size * 2 * 2 == embedding.size, "split over dp_0 and tp"
-    assert [step.loss for step in trainer.train(run)] == pytest.approx(expected, rel=1e-5)
+    assert [step.loss for step in loop.train(run)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_plan_file_splits_the_mesh(tmp_path):
@@ -96,7 +96,7 @@ def test_a_pipelines_checkpoint_is_resumed_under_another_plan_without_stages(tmp
         run = trainer.prepare(trainer.Options(**options | given, checkpoint_dir=str(tmp_path)))
         with Checkpoints(tmp_path, trainer.identity(run)) as checkpoints:
             trainer.start(run, checkpoints)
-            return [step.loss for step in trainer.train(run, checkpoints)]
+            return [step.loss for step in loop.train(run, checkpoints)]
 
     whole = trained(states="zero1", **stages)
     shutil.rmtree(tmp_path / "4")  # as if it had been stopped after step 2

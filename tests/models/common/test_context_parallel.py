@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dhelix import strand_interleave
-from dhelix.launch.train.pipelined import make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import make_pipelined_step
 from dhelix.models.common import attention_blocks
 from dhelix.models.common.attention_blocks import Block
 from dhelix.models.common.context_parallel import Context, Exchange

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
-from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import GptConfig, Training, TrainState, make_mesh, make_train_step
 from dhelix.models.gpt.gpt_config import GPT_PRESETS
 from dhelix.models.gpt.model import init_params

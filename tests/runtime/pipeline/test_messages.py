@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
-from dhelix.launch.train.pipelined import make_pipelined_step
+from dhelix.launch.train.meshes.pipelined import make_pipelined_step
 from dhelix.models import make_mesh, preset
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_start, start_of
 from dhelix.passes.hlo import Instruction

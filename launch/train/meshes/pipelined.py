@@ -40,7 +40,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.launch.train.sharded import ShardedTraining
+from dhelix.launch.train.meshes.sharded import ShardedTraining
 from dhelix.models.common.context_parallel import Exchange
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.layers import resolve_attention

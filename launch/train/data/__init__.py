@@ -1,0 +1,1 @@
+"""The data of `dhelix train`: documents, tokenizers, rows of documents, and batches."""

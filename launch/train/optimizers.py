@@ -1,0 +1,130 @@
+r"""Optimizers by name, learning-rate schedules, clipping, and steps that are skipped.
+
+adamw              Optax's, with b2 0.95 and weight decay 0.1 on matrices
+lion               Optax's, with weight decay 1.0 on matrices
+adafactor, sgd ... Optax's defaults; `--optimizer_options` sets other values
+
+lr |   _______                wsd: warm-up, stable, decay over the last steps
+   |  /       \               cosine: warm-up, then a cosine
+   | /         \___           linear: warm-up, then a line; constant: warm-up only
+   +---------------- steps
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dhelix.errors import DhelixError
+from dhelix.launch.train.options import Options
+
+_USUAL: dict[str, dict[str, Any]] = {
+    "adamw": {"b2": 0.95, "weight_decay": 0.1},
+    "lion": {"weight_decay": 1.0},
+}
+"""Values for language models, in place of Optax's defaults."""
+
+
+def optimizer(options: Options) -> optax.GradientTransformation:
+    """The optimizer of a run. It clips gradients first, and skips an update that is not finite if asked to.
+
+    Raises:
+      DhelixError: Optax has no such optimizer, or the optimizer does not take an option.
+    """
+    made = _named(options.optimizer, options.optimizer_options or "", learning_rate(options))
+    if options.clip:
+        made = optax.chain(optax.clip_by_global_norm(options.clip), made)
+    return skipping(made) if options.on_nan == "skip" else made
+
+
+def learning_rate(options: Options) -> optax.Schedule:
+    """The learning rate by step: a linear warm-up, then the schedule, which ends at `lr_end` x `lr`."""
+    warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
+    left = max(options.steps - warmup, 1)
+    if options.decay_steps is not None and options.lr_schedule != "wsd":
+        raise DhelixError(f"--decay_steps is for --lr_schedule wsd; with {options.lr_schedule}, leave it out")
+    decay = min(options.decay_steps or max(1, options.steps // 5), left)
+    lr, end = options.lr, options.lr * options.lr_end
+    rises = optax.linear_schedule(0.0, lr, warmup)
+    then: dict[str, optax.Schedule] = {
+        "cosine": optax.cosine_decay_schedule(lr, left, options.lr_end),
+        "linear": optax.linear_schedule(lr, end, left),
+        "constant": optax.constant_schedule(lr),
+        "wsd": optax.linear_schedule(lr, end, decay, transition_begin=left - decay),
+    }
+    return optax.join_schedules([rises, then[options.lr_schedule]], [warmup])
+
+
+def is_matrix(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter is a matrix or a table, by its name: neither a norm nor a bias. Layers may be stacked."""
+    name = str(getattr(path[-1], "key", path[-1]))
+    return not (name.endswith(("norm", "bias")) or name[:1] == "b")
+
+
+def matrices(params: Any) -> Any:
+    """True for each matrix of `params`, False for all else: what weight decay applies to."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: is_matrix(path), params)
+
+
+def skipping(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner`, which changes nothing in a step whose gradients are not all finite.
+
+    Updates and states are selected element by element, so XLA fuses the choice with the update.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        finite = jnp.isfinite(optax.tree.norm(updates))
+        made, new = inner.update(updates, state, params)
+
+        def chosen(yes: Any, no: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), yes, no)
+
+        return chosen(made, jax.tree.map(jnp.zeros_like, made)), chosen(new, state)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _named(name: str, text: str, schedule: optax.Schedule) -> optax.GradientTransformation:
+    make = getattr(optax, name, None)
+    if not inspect.isfunction(make) or "learning_rate" not in inspect.signature(make).parameters:
+        raise DhelixError(
+            f"--optimizer {name} is no function of optax that makes an optimizer; give adamw, lion or another one"
+        )
+    allowed = inspect.signature(make).parameters
+    given = _USUAL.get(name, {}) | _parsed(name, text, [p for p in allowed if p != "learning_rate"])
+    if "mask" in allowed and given.get("weight_decay"):
+        given.setdefault("mask", matrices)
+    try:
+        return make(schedule, **given)
+    except (TypeError, ValueError) as error:
+        raise DhelixError(f"--optimizer_options {text}: {error}; see Optax's {name}") from None
+
+
+def _parsed(name: str, text: str, allowed: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or key not in allowed:
+            raise DhelixError(f"--optimizer_options {part}: {name} takes {', '.join(allowed)}; write b1=0.9,b2=0.95")
+        try:
+            found[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[key] = value
+        if key.endswith("dtype"):
+            found[key] = _dtype(part, found[key])
+    return found
+
+
+def _dtype(part: str, value: Any) -> Any:
+    try:
+        kind = jnp.dtype(value)
+    except TypeError:
+        kind = None
+    if kind is None or not jnp.issubdtype(kind, jnp.floating):
+        raise DhelixError(f"--optimizer_options {part}: states are floating-point; use float32 or bfloat16")
+    return kind

@@ -1,0 +1,1 @@
+"""What a training run shows: speed, results as JSON, and TensorBoard files."""
