@@ -29,6 +29,22 @@ Layer = Callable[[Any, Mapping[str, jax.Array]], Any]
 recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float) -> jax.Array:
+    """`x` minus its mean, divided by its standard deviation, times `weight [hidden]`, plus `bias [hidden]`.
+
+    It is computed in float32.
+    """
+
+    def normalise(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+        scaled = centred * scale * weight.astype(jnp.float32)
+        return (scaled if bias is None else scaled + bias.astype(jnp.float32)).astype(x.dtype)
+
+    return recomputed(normalise)(x, weight, bias)
+
+
 def rope_frequencies(theta: float, size: int) -> jax.Array:
     """The angle per position of each pair of a rotary embedding of `size` elements, float32 `[size / 2]`."""
     return theta ** -(jnp.arange(0, size, 2, dtype=jnp.float32) / size)

@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhelix.models.common.layers import Rotation, causal_attention, recomputed, rope_frequencies, rotate, turned
+from dhelix.models.common.layers import (
+    Rotation,
+    causal_attention,
+    layer_norm,
+    recomputed,
+    rope_frequencies,
+    rotate,
+    turned,
+)
 from dhelix.models.common.parallel import Parallel
 from dhelix.models.gpt.gpt_config import GptConfig
 
@@ -57,22 +65,6 @@ def alibi_slopes(heads: int) -> np.ndarray:
     n = 1 << (heads - 1).bit_length()
     slopes = (2.0 ** (-8.0 * np.arange(1, n + 1) / n)).astype(np.float32)
     return slopes if n == heads else np.concatenate([slopes[1::2], slopes[::2]])[:heads]
-
-
-def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None, eps: float) -> jax.Array:
-    """`x` minus its mean, divided by its standard deviation, times `weight [hidden]`, plus `bias [hidden]`.
-
-    It is computed in float32.
-    """
-
-    def normalise(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-        scaled = centred * scale * weight.astype(jnp.float32)
-        return (scaled if bias is None else scaled + bias.astype(jnp.float32)).astype(x.dtype)
-
-    return recomputed(normalise)(x, weight, bias)
 
 
 def norm(config: GptConfig, weights: Weights, name: str, x: jax.Array) -> jax.Array:

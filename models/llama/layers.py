@@ -1,6 +1,7 @@
 """The layers of Llama 3 as functions on arrays: RMS norms, rotary attention with grouped queries, and SwiGLU.
 
-`x` is the residual stream `[batch, seq / tp, hidden]` (`common.layers`).
+`x` is the residual stream `[batch, seq / tp, hidden]` (`common.layers`). Models with experts may also have LayerNorms
+and biases (`moe.model`).
 """
 
 import math
@@ -9,7 +10,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.common.layers import Rotation, causal_attention, recomputed, rope_frequencies, rotate, turned
+from dhelix.models.common.layers import (
+    Rotation,
+    causal_attention,
+    layer_norm,
+    recomputed,
+    rope_frequencies,
+    rotate,
+    turned,
+)
 from dhelix.models.common.parallel import Parallel
 from dhelix.models.llama.llama_config import LlamaConfig
 
@@ -23,6 +32,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         return (wide * scale).astype(x.dtype) * weight
 
     return recomputed(normalise)(x, weight)
+
+
+def norm(config: LlamaConfig, weights: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+    """The norm `name` of `weights`: a LayerNorm if it has a bias, and otherwise an RMS norm."""
+    bias = weights.get(f"{name}_bias")
+    if bias is None:
+        return rms_norm(x, weights[name], config.norm_eps)
+    return layer_norm(x, weights[name], bias, config.norm_eps)
 
 
 def rotation(config: LlamaConfig, positions: jax.Array) -> Rotation:
@@ -47,10 +64,16 @@ def query_key_value(
 
     The input `x [batch, seq / tp, hidden]` is normalised first. Query and key have the rotary embedding `by`.
     """
-    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
+    h = norm(config, weights, "attention_norm", x)
     projections = [weights[name] for name in ("wq", "wk", "wv")]
     products = parallel.gather_matmul("bsh,hnd->bsnd", h, projections)
-    return rotate(next(products), by), rotate(next(products), by), next(products)
+    heads = (_with_bias(product, weights.get(name)) for product, name in zip(products, ("bq", "bk", "bv"), strict=True))
+    return rotate(next(heads), by), rotate(next(heads), by), next(heads)
+
+
+def _with_bias(product: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`product [batch, seq, heads, head_dim]` plus `bias [heads * head_dim]`, if there is one."""
+    return product if bias is None else product + bias.reshape(product.shape[2:])
 
 
 def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
@@ -60,7 +83,8 @@ def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: 
       The addend to the residual stream, `[batch, seq / tp, hidden]`.
     """
     out = parallel.split_features(out)
-    return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
+    product = parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
+    return product + weights["bo"] if "bo" in weights else product
 
 
 def attention_block(
@@ -80,7 +104,7 @@ def feed_forward_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
 ) -> jax.Array:
     """SwiGLU with this device's columns of the hidden layer: the addend to `x [batch, seq / tp, hidden]`."""
-    h = rms_norm(x, weights["ffn_norm"], config.norm_eps)
+    h = norm(config, weights, "ffn_norm", x)
     gate, up = parallel.gather_matmul("bsh,hf->bsf", h, [weights["w_gate"], weights["w_up"]])
 
     @recomputed

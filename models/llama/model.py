@@ -22,7 +22,7 @@ from dhelix.models.common.layers import through_model
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.common.parameters import as_configured, cast_params, initial_layers, layer_specs, normal
 from dhelix.models.common.training import Params
-from dhelix.models.llama.layers import decoder_layer, rms_norm, rotation
+from dhelix.models.llama.layers import decoder_layer, norm, rotation
 from dhelix.models.llama.llama_config import LlamaConfig, dense_layer_shapes
 
 METRICS = ("loss",)
@@ -113,9 +113,10 @@ def project(
 ) -> jax.Array:
     """The head of the model: the logits of this device's shard of the vocabulary, from the last layer's output `x`."""
     ends = parallel.ends
-    h = ends.gather_sequence(rms_norm(ends.from_layers(x), params["final_norm"], config.norm_eps))
+    h = ends.gather_sequence(norm(config, params, "final_norm", ends.from_layers(x)))
     head = params["embedding"].T if config.tie_embeddings else params["head"]
-    return ends.split_features(jnp.einsum("bsh,hv->bsv", h, head))
+    values = ends.split_features(jnp.einsum("bsh,hv->bsv", h, head))
+    return values + params["head_bias"] if "head_bias" in params else values
 
 
 objective = loss_alone(logits)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dhelix.models.common.layers import recomputed
 from dhelix.models.common.parallel import Parallel
-from dhelix.models.llama.layers import rms_norm
+from dhelix.models.llama.layers import norm
 from dhelix.models.moe.dispatch import combine, dispatch
 from dhelix.models.moe.moe_config import MoeConfig
 from dhelix.models.moe.routing import route
@@ -31,7 +31,7 @@ def experts_block(
     config: MoeConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The addend to the residual stream `x [batch, seq / tp, hidden]`, and float32 `[3]` as in `AUXILIARY`."""
-    h = rms_norm(x, weights["ffn_norm"], config.norm_eps)
+    h = norm(config, weights, "ffn_norm", x)
     tokens = h.reshape(-1, config.hidden)
     logits = jnp.einsum("th,he->te", tokens, weights["router"], preferred_element_type=jnp.float32)
     routing = route(config, logits)

@@ -4,7 +4,10 @@ Parameters are those of `models.llama`, with these in place of the feed-forward 
 
     router [L, hidden, E], w_gate, w_up [L, E, hidden, ffn], w_down [L, E, ffn, hidden]
     with shared experts: shared_gate, shared_up [L, hidden, shared ffn], shared_down [L, shared ffn, hidden]
+    with LayerNorms: attention_norm_bias, ffn_norm_bias [L, hidden], final_norm_bias [hidden]
+    with biases: bq [L, heads * head_dim], bk, bv [L, kv_heads * head_dim], bo [L, hidden]; head_bias [vocab]
 
+Biases are vectors, so that FSDP does not split them.
 With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension. A step is then faster:
 its batched products read the weights in place, whereas XLA copies each layer's weights out of a stack; and they add up
 the gradients by themselves (`wide_gradients`).
@@ -44,12 +47,24 @@ _SHARED_SPECS = {
     "shared_up": PartitionSpec(None, "tp"),
     "shared_down": PartitionSpec("tp"),
 }
+_NORM_SPECS = {"attention_norm_bias": PartitionSpec(), "ffn_norm_bias": PartitionSpec()}
+_BIAS_SPECS = {
+    "bq": PartitionSpec("tp"),
+    "bk": PartitionSpec("tp"),
+    "bv": PartitionSpec("tp"),
+    "bo": PartitionSpec(),
+}
 
 
 def param_specs(config: MoeConfig, pipeline: str | None = None, shared_ends: bool = True) -> Params:
     """The `PartitionSpec` of each parameter: experts over `ep`, and their hidden layer over `tp`; else as in Llama."""
     specs = llama.param_specs(config, pipeline, shared_ends)
     chosen = _EXPERT_SPECS | (_SHARED_SPECS if config.shared else {})
+    chosen |= (_NORM_SPECS if config.norm == "layer" else {}) | (_BIAS_SPECS if config.attention_bias else {})
+    if config.norm == "layer":
+        specs["final_norm_bias"] = PartitionSpec()
+    if config.head_bias:
+        specs["head_bias"] = specs["embedding"]  # split like the vocabulary
 
     def of(layer: dict[str, PartitionSpec], *leading: str | None) -> dict[str, PartitionSpec]:
         kept = {name: spec for name, spec in layer.items() if name not in EXPERTS}
@@ -75,9 +90,17 @@ def _expert_shapes(config: MoeConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _bias_shapes(config: MoeConfig) -> dict[str, tuple[int]]:
+    """The biases of one layer."""
+    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    norms = dict.fromkeys(_NORM_SPECS, (hidden,)) if config.norm == "layer" else {}
+    attention = {"bq": (queries,), "bk": (keys,), "bv": (keys,), "bo": (hidden,)} if config.attention_bias else {}
+    return norms | attention
+
+
 def init_params(config: MoeConfig, key: jax.Array) -> Params:
     """Fresh parameters in `param_dtype`. Weights are normal with deviation 0.02, divided by sqrt(2 L) for those that
-    add to the residual stream. The values depend neither on the sharding nor on `scan_layers`.
+    add to the residual stream. Biases are zeros. The values depend neither on the sharding nor on `scan_layers`.
     """
     params = llama.init_params(dataclasses.replace(config, scan_layers=True), key)
     layers = {name: weight for name, weight in params["layers"].items() if name not in EXPERTS}
@@ -87,6 +110,12 @@ def init_params(config: MoeConfig, key: jax.Array) -> Params:
     ):
         deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith("down") else 0.02
         layers[name] = normal(config, one, (config.layers, *shape), deviation)
+    biases = _bias_shapes(config)
+    layers |= {name: jnp.zeros((config.layers, *shape), config.param_dtype) for name, shape in biases.items()}
+    if config.norm == "layer":
+        params["final_norm_bias"] = jnp.zeros((config.hidden,), config.param_dtype)
+    if config.head_bias:
+        params["head_bias"] = jnp.zeros((config.vocab,), config.param_dtype)
     return params | {"layers": as_configured(config, layers)}
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from types import MappingProxyType
+from typing import Literal
 
 from dhelix.models.llama.llama_config import LlamaConfig
 
@@ -21,6 +22,12 @@ class MoeConfig(LlamaConfig):
       normalise: whether the weights of a token's experts are scaled to a sum of 1.
       balance_weight: weight of the load-balancing loss.
       z_weight: weight of the router's z-loss.
+      norm: "rms": RMS norms. "layer": LayerNorms with biases.
+      attention_bias: whether the linear layers of attention have biases.
+      head_bias: whether the head has a bias.
+      routing: how a token's experts get their weights (`moe.routing`). "softmax": from one softmax. "sparsemixer": from
+        one softmax for each choice, as in Phi-3.5-MoE; `normalise` then does nothing.
+      jitter: with "sparsemixer", half of the relative distance to the best logit beyond which an expert does not count.
     """
 
     experts: int = 16
@@ -30,6 +37,11 @@ class MoeConfig(LlamaConfig):
     normalise: bool = True
     balance_weight: float = 0.01
     z_weight: float = 0.001
+    norm: Literal["rms", "layer"] = "rms"
+    attention_bias: bool = False
+    head_bias: bool = False
+    routing: Literal["softmax", "sparsemixer"] = "softmax"
+    jitter: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +49,10 @@ class MoeConfig(LlamaConfig):
             raise ValueError(f"{self.chosen} of {self.experts} experts cannot be chosen; use 1 to {self.experts}")
         if self.capacity_factor <= 0.0:
             raise ValueError(f"capacity_factor is {self.capacity_factor}; give a number above 0, such as 1.25")
+        if self.norm not in ("rms", "layer"):
+            raise ValueError(f"norm={self.norm!r} is unknown; use 'rms' or 'layer'")
+        if self.routing not in ("softmax", "sparsemixer"):
+            raise ValueError(f"routing={self.routing!r} is unknown; use 'softmax' or 'sparsemixer'")
 
     def capacity(self, tokens: int) -> int:
         """Rows of each expert for `tokens` that one device routes: a multiple of 8, or less for few tokens.
@@ -83,9 +99,12 @@ class MoeConfig(LlamaConfig):
     def _parameters(self, experts: int) -> int:
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         expert = 3 * self.hidden * self.ffn
-        layer = attention + self.hidden * self.experts + (experts + self.shared) * expert + 2 * self.hidden
-        tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden
-        return tables + self.layers * layer + self.hidden
+        if self.attention_bias:
+            attention += self.head_dim * (self.heads + 2 * self.kv_heads) + self.hidden
+        norm = self.hidden * (2 if self.norm == "layer" else 1)
+        layer = attention + self.hidden * self.experts + (experts + self.shared) * expert + 2 * norm
+        tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden + (self.vocab if self.head_bias else 0)
+        return tables + self.layers * layer + norm
 
 
 _PHI = MoeConfig(

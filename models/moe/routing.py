@@ -1,6 +1,6 @@
 """Which expert computes which token, in which row; and the losses that keep the load balanced.
 
-    logits [T, E] -> the k most likely experts of each token, and their weights
+    logits [T, E] -> the k most likely experts of each token, and their weights (or `sparsemixer`)
                   -> a row of that expert: rows are taken by all first choices in token order, then by all second
                      choices, ... An expert has `capacity` rows; later tokens are dropped.
 
@@ -50,9 +50,12 @@ def route(config: MoeConfig, logits: jax.Array) -> Routing:
     tokens, experts = logits.shape
     capacity, k = config.capacity(tokens), config.chosen
     probabilities = jax.nn.softmax(logits, axis=-1)
-    weights, chosen = jax.lax.top_k(probabilities, k)
-    if config.normalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    if config.routing == "sparsemixer":
+        weights, chosen = sparsemixer(logits, k, config.jitter)
+    else:
+        weights, chosen = jax.lax.top_k(probabilities, k)
+        if config.normalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     by_choice = chosen.T.reshape(-1)  # first choices of all tokens come first
     taken = jax.nn.one_hot(by_choice, experts, dtype=jnp.bfloat16)
     place = jnp.sum(_counts_before(taken) * taken, axis=-1).astype(jnp.int32)
@@ -65,6 +68,33 @@ def route(config: MoeConfig, logits: jax.Array) -> Routing:
     z = jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
     dropped = jnp.mean((rows == experts * capacity).astype(jnp.float32))
     return Routing(weights, rows, choices, balance, z, jax.lax.stop_gradient(dropped))
+
+
+def sparsemixer(logits: jax.Array, k: int, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The experts of Phi-3.5-MoE: the best ones, each with a weight of its own softmax (arXiv 2409.12136).
+
+    An expert's weight is its part of a softmax over the experts that no earlier choice took. Experts count only if
+    their distance to the best logit is at most `2 * jitter`, relative to the larger of both. So a clear choice has
+    weight 1. This is the published model's inference. Its training also draws experts at random, disturbs the logits,
+    and corrects the gradient for that (SparseMixer-v2). These are left out here: the choice is deterministic, and the
+    gradient is that of the weights.
+
+    Args:
+      logits: float32 `[T, E]`.
+      k: the number of choices.
+
+    Returns:
+      Weights, float32 `[T, k]`, and experts, int32 `[T, k]`.
+    """
+    left, weights, chosen = logits, [], []
+    for _ in range(k):
+        best = jnp.max(left, axis=-1, keepdims=True)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
+        gates = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        chosen.append(jnp.argmax(left, axis=-1))
+        weights.append(jnp.take_along_axis(gates, chosen[-1][:, None], axis=-1)[:, 0])
+        left = jnp.where(jax.nn.one_hot(chosen[-1], logits.shape[-1], dtype=bool), -jnp.inf, left)
+    return jnp.stack(weights, axis=-1), jnp.stack(chosen, axis=-1)
 
 
 def _counts_before(taken: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dhelix.models.moe import model
-from dhelix.models.moe.moe_config import MOE_PRESETS
+from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
 from dhelix.models.moe.wide_gradients import product, widen
 
 TINY = dataclasses.replace(
@@ -28,14 +28,23 @@ TINY = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("name", MOE_PRESETS)
-def test_counts_are_those_of_the_parameters(name: str) -> None:
-    config = MOE_PRESETS[name]
+BIASED = dataclasses.replace(TINY, norm="layer", attention_bias=True, head_bias=True, routing="sparsemixer")
+
+
+@pytest.mark.parametrize("config", [*MOE_PRESETS.values(), BIASED], ids=[*MOE_PRESETS, "biased"])
+def test_counts_are_those_of_the_parameters(config: MoeConfig) -> None:
     shapes = jax.eval_shape(lambda key: model.init_params(config, key), jax.random.key(0))
     assert config.parameter_count == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     assert jax.tree.structure(shapes) == jax.tree.structure(
         model.param_specs(config), is_leaf=lambda s: not isinstance(s, dict)
     )
+
+
+def test_an_unknown_word_is_one_error() -> None:
+    with pytest.raises(ValueError, match="norm='batch' is unknown; use 'rms' or 'layer'"):
+        dataclasses.replace(TINY, norm="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="routing='random' is unknown; use 'softmax' or 'sparsemixer'"):
+        dataclasses.replace(TINY, routing="random")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def test_logits_losses_and_gradients_are_those_of_mixtral(stored: dict[str, np.n
 
 
 def test_shared_experts_are_those_of_deepseek(stored: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "rms_norm", lambda x, weight, eps: x)  # DeepSeek's block does not contain the norm
+    monkeypatch.setattr(
+        experts, "norm", lambda config, weights, name, x: x
+    )  # DeepSeek's block does not contain the norm
     weights, expected = under(stored, "deepseek/param/"), under(stored, "deepseek/gradient/")
     rows, by_rows = jnp.asarray(stored["deepseek/x"]), expected.pop("x")
 

@@ -9,7 +9,7 @@ import pytest
 
 from dhelix.models.moe.dispatch import combine, dispatch
 from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
-from dhelix.models.moe.routing import route
+from dhelix.models.moe.routing import route, sparsemixer
 
 DEMO = MOE_PRESETS["phi-moe-demo"]
 
@@ -54,6 +54,30 @@ def test_tokens_go_where_a_loop_sends_them(tokens: int, chosen: int, factor: flo
     for place in np.flatnonzero(choices < tokens * chosen):
         assert rows.reshape(-1)[choices[place]] == place
     assert np.sum(choices < tokens * chosen) == np.sum(rows < made.experts * made.capacity(tokens))
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.2])
+def test_sparsemixer_weighs_each_choice_among_the_experts_within_the_margin(jitter: float) -> None:
+    logits = np.random.default_rng(0).normal(size=(50, 6)).astype(np.float32)
+    weights, chosen = jax.jit(lambda x: sparsemixer(x, 2, jitter))(logits)
+    shared = 0
+    for row, found, experts in zip(logits, weights, chosen, strict=True):
+        order = np.argsort(-row)
+        np.testing.assert_array_equal(experts, order[:2])
+        for k in range(2):
+            best = row[order[k]]
+            near = [s for s in row[order[k:]] if (best - s) / max(abs(s), best) <= 2 * jitter]
+            shared += len(near) > 1
+            assert float(found[k]) == pytest.approx(1 / sum(np.exp(near - best)), rel=1e-5)
+    assert (shared > 20) == (jitter > 0.0)
+
+
+def test_sparsemixer_has_finite_gradients() -> None:
+    taken = jax.grad(lambda x: jnp.sum(jnp.sin(sparsemixer(x, 2, 0.2)[0])))
+    logits = np.random.default_rng(1).normal(size=(20, 4)).astype(np.float32)
+    for some in (logits, np.zeros((20, 4), np.float32)):
+        assert np.all(np.isfinite(taken(some)))
+    assert np.any(taken(logits))
 
 
 def test_losses_of_a_balanced_and_of_a_lopsided_load() -> None:
