@@ -62,7 +62,7 @@ COMMANDS = {
     ),
 }
 
-_TRAIN = ("flax", "grain", "optax", "orbax", "tensorboardX", "tokenizers")
+_TRAIN = ("flax", "grain", "optax", "orbax", "safetensors", "tensorboardX", "tokenizers")
 _EXTRAS = dict.fromkeys(_TRAIN, "train") | {"ortools": "plan"}
 """For each package that only some commands need, the extra of dhelix that installs the package."""
 

@@ -154,6 +154,17 @@ def _mixtral(fields: Fields) -> MoeConfig:
     return MoeConfig(**_decoder(fields, norm_eps=1e-5, theta=1_000_000.0), **_experts(fields))
 
 
+def _phimoe(fields: Fields) -> MoeConfig:
+    experts = _experts(fields)
+    if experts["chosen"] != 2:
+        fields.only("num_experts_per_tok", 2)  # transformers chooses two, whatever this field says
+    return MoeConfig(
+        **_decoder(fields, norm_eps=1e-5, theta=1_000_000.0), **experts, norm="layer", routing="sparsemixer",
+        attention_bias=fields.get("attention_bias", False), head_bias=fields.get("lm_head_bias", False),
+        jitter=fields.get("router_jitter_noise", 0.01),
+    )  # fmt: skip
+
+
 def _experts(fields: Fields) -> dict[str, Any]:
     experts, chosen = fields.size("num_local_experts"), fields.get("num_experts_per_tok", 2)
     return {"experts": experts, "chosen": chosen, "capacity_factor": experts / max(chosen, 1)}
@@ -216,6 +227,8 @@ _READERS: dict[str, Callable[[Fields], Any]] = {
     "LlamaForCausalLM": _llama,
     "GPT2LMHeadModel": _gpt2,
     "MixtralForCausalLM": _mixtral,
+    "PhimoeForCausalLM": _phimoe,
+    "PhiMoEForCausalLM": _phimoe,
 }
 
 
@@ -225,12 +238,19 @@ def _llama_fields(config: LlamaConfig) -> tuple[str, dict[str, Any]]:
 
 def _moe_fields(config: MoeConfig) -> tuple[str, dict[str, Any]]:
     experts = {"num_local_experts": config.experts, "num_experts_per_tok": config.chosen}
-    if config.shared or not config.normalise:
-        raise WeightsError(
-            "a model with shared experts or weights of experts that do not add up to 1 is neither Mixtral nor "
-            "Phi-MoE, so it cannot be written"
-        )
-    return "MixtralForCausalLM", {"model_type": "mixtral", **_decoder_fields(config), **experts}
+    fields = {**_decoder_fields(config), **experts}
+    special = (config.norm, config.attention_bias, config.head_bias, config.routing)
+    if special == ("rms", False, False, "softmax") and config.normalise and not config.shared:
+        return "MixtralForCausalLM", {"model_type": "mixtral", **fields}
+    if config.norm == "layer" and config.routing == "sparsemixer" and config.chosen == 2 and not config.shared:
+        biases = {"attention_bias": config.attention_bias, "lm_head_bias": config.head_bias}
+        return "PhimoeForCausalLM", {
+            "model_type": "phimoe", **fields, **biases, "router_jitter_noise": config.jitter
+        }  # fmt: skip
+    raise WeightsError(
+        "a model with experts can be written as Mixtral (RMS norms, no biases, softmax, normalise) or as Phi-MoE "
+        "(LayerNorms, sparsemixer, 2 experts chosen), without shared experts; this one is neither"
+    )
 
 
 def _decoder_fields(config: LlamaConfig) -> dict[str, Any]:

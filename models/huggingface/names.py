@@ -121,6 +121,8 @@ NAMES = {
     "LlamaForCausalLM": Names(_LLAMA, ignored=_FREQUENCIES),
     "GPT2LMHeadModel": Names(_GPT2, "transformer.", ("*h.*.attn.bias", "*h.*.attn.masked_bias")),
     "MixtralForCausalLM": Names(_MOE, ignored=_FREQUENCIES),
+    "PhimoeForCausalLM": Names(_MOE, ignored=_FREQUENCIES),
+    "PhiMoEForCausalLM": Names(_MOE, ignored=_FREQUENCIES),  # the published name of the same
 }
 """By the architecture that config.json names."""
 HEAD = "lm_head.weight"

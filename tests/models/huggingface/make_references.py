@@ -53,7 +53,16 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-MODELS = {"llama": llama, "tied": tied, "gpt2": gpt2, "mixtral": mixtral}
+def phimoe() -> Any:
+    """All biases. Routing within a large margin, so that the softmax of a choice has several experts."""
+    config = transformers.PhimoeConfig(
+        **SIZES, **EXPERTS, intermediate_size=12, sliding_window=None, attention_bias=True, lm_head_bias=True,
+        router_jitter_noise=0.2,
+    )  # fmt: skip
+    return transformers.PhimoeForCausalLM(config)
+
+
+MODELS = {"llama": llama, "tied": tied, "gpt2": gpt2, "mixtral": mixtral, "phimoe": phimoe}
 
 
 def draw(model: Any, random: np.random.Generator) -> None:

@@ -16,7 +16,7 @@ from dhelix.models.huggingface.configs import read_config
 from dhelix.models.huggingface.weights import read, write
 from dhelix.tests.models.huggingface.stored import FOLDER, assert_same_bytes, copied, tensors_of
 
-MODELS = ["llama", "tied", "gpt2", "mixtral"]
+MODELS = ["llama", "tied", "gpt2", "mixtral", "phimoe"]
 
 
 def logits(config: Any, params: Any) -> np.ndarray:
