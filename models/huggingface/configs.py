@@ -16,7 +16,7 @@ from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.gpt.gpt_config import GptConfig
 from dhelix.models.huggingface.files import TYPES, WeightsError, read_json
 from dhelix.models.llama.llama_config import LlamaConfig
-from dhelix.models.moe.moe_config import MoeConfig
+from dhelix.models.moe.moe_config import LongRope, MoeConfig
 
 CONFIG = "config.json"
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -159,7 +159,8 @@ def _phimoe(fields: Fields) -> MoeConfig:
     if experts["chosen"] != 2:
         fields.only("num_experts_per_tok", 2)  # transformers chooses two, whatever this field says
     return MoeConfig(
-        **_decoder(fields, norm_eps=1e-5, theta=1_000_000.0), **experts, norm="layer", routing="sparsemixer",
+        **_decoder(fields, norm_eps=1e-5, theta=1_000_000.0, with_long=True), **experts,
+        norm="layer", routing="sparsemixer",
         attention_bias=fields.get("attention_bias", False), head_bias=fields.get("lm_head_bias", False),
         jitter=fields.get("router_jitter_noise", 0.01),
     )  # fmt: skip
@@ -170,11 +171,12 @@ def _experts(fields: Fields) -> dict[str, Any]:
     return {"experts": experts, "chosen": chosen, "capacity_factor": experts / max(chosen, 1)}
 
 
-def _decoder(fields: Fields, norm_eps: float, theta: float) -> dict[str, Any]:
+def _decoder(fields: Fields, norm_eps: float, theta: float, with_long: bool = False) -> dict[str, Any]:
     """What Llama and the models with experts share.
 
     Args:
       norm_eps, theta: what transformers takes if config.json does not say it.
+      with_long: whether our model may have a `LongRope`.
     """
     fields.only("hidden_act", "silu")
     seq, hidden, heads = (
@@ -182,29 +184,44 @@ def _decoder(fields: Fields, norm_eps: float, theta: float) -> dict[str, Any]:
     )
     if fields.get("sliding_window", seq) < seq:  # a window as long as the longest sequence hides nothing
         fields.only("sliding_window")
-    theta, factor = _rotary(fields, theta)
     return {
         "vocab": fields.size("vocab_size"), "hidden": hidden, "layers": fields.size("num_hidden_layers"),
         "heads": heads, "kv_heads": fields.get("num_key_value_heads", heads),
         "head_dim": fields.get("head_dim", hidden // heads), "ffn": fields.size("intermediate_size"), "seq": seq,
         "norm_eps": fields.get("rms_norm_eps", norm_eps), "tie_embeddings": fields.get("tie_word_embeddings", False),
-        "rope_theta": theta, "rope_factor": factor,
+        **_rotary(fields, theta, with_long),
     }  # fmt: skip
 
 
-def _rotary(fields: Fields, theta: float) -> tuple[float, float]:
-    """`rope_theta` and `rope_factor`. Newer files have them in `rope_parameters`, and older ones in two fields."""
+def _rotary(fields: Fields, theta: float, with_long: bool) -> dict[str, Any]:
+    """The fields of the rotary embedding. Newer files have `rope_parameters`, and older ones two fields."""
     name = "rope_parameters" if "rope_parameters" in fields.values else "rope_scaling"
     rope = Fields(fields.get(name, {}), f"{fields.place}, {name}")
-    theta = rope.get("rope_theta", fields.get("rope_theta", theta))
+    found = {"rope_theta": rope.get("rope_theta", fields.get("rope_theta", theta))}
     rope.only("partial_rotary_factor", 1.0)
-    rope.only("rope_type", "default", "llama3")
-    rope.only("type", "default", "llama3")
-    if rope.get("rope_type", rope.get("type", "default")) == "default":
-        return theta, 1.0
+    for kind in ("rope_type", "type"):
+        rope.only(kind, "default", "llama3", *(["longrope"] if with_long else []))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "longrope":
+        return found | {"long_rope": _long_rope(rope)}
+    if kind == "default":
+        return found
     for constant, value in _LLAMA3_ROPE.items():
         rope.only(constant, value)
-    return theta, rope.get("factor", 8.0)
+    return found | {"rope_factor": rope.get("factor", 8.0)}
+
+
+def _long_rope(rope: Fields) -> LongRope:
+    def numbers(name: str) -> tuple[float, ...]:
+        found = rope.get(name, [])
+        if not found or not all(isinstance(one, int | float) for one in found):
+            raise WeightsError(f"{rope.place}: {name} is {found!r}; it must be a list of numbers")
+        return tuple(map(float, found))
+
+    return LongRope(
+        numbers("short_factor"), numbers("long_factor"), rope.get("short_mscale", 1.0), rope.get("long_mscale", 1.0),
+        rope.size("original_max_position_embeddings"),
+    )  # fmt: skip
 
 
 def _gpt2(fields: Fields) -> GptConfig:
@@ -239,8 +256,8 @@ def _llama_fields(config: LlamaConfig) -> tuple[str, dict[str, Any]]:
 def _moe_fields(config: MoeConfig) -> tuple[str, dict[str, Any]]:
     experts = {"num_local_experts": config.experts, "num_experts_per_tok": config.chosen}
     fields = {**_decoder_fields(config), **experts}
-    special = (config.norm, config.attention_bias, config.head_bias, config.routing)
-    if special == ("rms", False, False, "softmax") and config.normalise and not config.shared:
+    special = (config.norm, config.attention_bias, config.head_bias, config.routing, config.long_rope)
+    if special == ("rms", False, False, "softmax", None) and config.normalise and not config.shared:
         return "MixtralForCausalLM", {"model_type": "mixtral", **fields}
     if config.norm == "layer" and config.routing == "sparsemixer" and config.chosen == 2 and not config.shared:
         biases = {"attention_bias": config.attention_bias, "lm_head_bias": config.head_bias}
@@ -256,12 +273,19 @@ def _moe_fields(config: MoeConfig) -> tuple[str, dict[str, Any]]:
 def _decoder_fields(config: LlamaConfig) -> dict[str, Any]:
     """The fields as older files have them, which both older and newer programs read."""
     scaling = {"rope_type": "llama3", "factor": config.rope_factor, **_LLAMA3_ROPE}
+    scaling = scaling if config.rope_factor != 1.0 else None
+    if isinstance(config, MoeConfig) and (rope := config.long_rope):
+        scaling = {
+            "rope_type": "longrope", "short_factor": rope.short, "long_factor": rope.long,
+            "short_mscale": rope.short_scale, "long_mscale": rope.long_scale,
+            "original_max_position_embeddings": rope.trained,
+        }  # fmt: skip
     return {
         "vocab_size": config.vocab, "hidden_size": config.hidden, "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
         "intermediate_size": config.ffn, "max_position_embeddings": config.seq, "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu", "rope_theta": config.rope_theta,
-        "rope_scaling": scaling if config.rope_factor != 1.0 else None,
+        "rope_scaling": scaling,
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dhelix.models.common.cross_entropy import mean_loss
-from dhelix.models.common.layers import through_model
+from dhelix.models.common.layers import Rotation, rope_frequencies, through_model, turned
 from dhelix.models.common.mesh import spec_of
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.common.parameters import as_configured, cast_params, normal
@@ -148,7 +148,7 @@ def logits(
       Logits `[batch, seq / cp, vocab / tp]` in the compute dtype, and the means over layers of `AUXILIARY`, float32
       `[3]`.
     """
-    by = rotation(config, parallel.positions(tokens.shape[1], jnp.float32))
+    by = rotary(config, parallel, tokens.shape[1])
 
     def layer(state: tuple[jax.Array, jax.Array], weights: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, totals = state
@@ -159,6 +159,18 @@ def logits(
     none = jnp.zeros(len(AUXILIARY), jnp.float32)
     (x, totals), ends = through_model(config, parallel, params, tokens, layer, lambda x: (x, none))
     return llama.project(config, ends, x, parallel), totals / config.layers
+
+
+def rotary(config: MoeConfig, parallel: Parallel, seq: int) -> Rotation:
+    """The rotary embedding of this device's `seq` tokens (`llama.rotation`), with `long_rope` if there is one."""
+    positions = parallel.positions(seq, jnp.float32)
+    if (rope := config.long_rope) is None:
+        return rotation(config, positions)
+    whole = seq * (1 if parallel.context is None else parallel.context.size)
+    factors, scale = (rope.long, rope.long_scale) if whole > rope.trained else (rope.short, rope.short_scale)
+    frequency = rope_frequencies(config.rope_theta, config.head_dim) / jnp.asarray(factors, jnp.float32)
+    cos, sin = turned(positions, frequency)
+    return scale * cos, scale * sin
 
 
 def objective(

@@ -9,6 +9,25 @@ from dhelix.models.llama.llama_config import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)
+class LongRope:
+    """How a rotary embedding is stretched to longer rows (LongRoPE, arXiv 2402.13753).
+
+    Attributes:
+      short: factor on the wavelength of each pair, `head_dim / 2` numbers.
+      long: the same for rows of more than `trained` tokens.
+      short_scale: factor on cosines and sines.
+      long_scale: the same for rows of more than `trained` tokens.
+      trained: the longest row before the stretching, in tokens.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    short_scale: float
+    long_scale: float
+    trained: int
+
+
+@dataclasses.dataclass(frozen=True)
 class MoeConfig(LlamaConfig):
     """A decoder whose feed-forward networks are experts. Each token goes to some of them.
 
@@ -28,6 +47,7 @@ class MoeConfig(LlamaConfig):
       routing: how a token's experts get their weights (`moe.routing`). "softmax": from one softmax. "sparsemixer": from
         one softmax for each choice, as in Phi-3.5-MoE; `normalise` then does nothing.
       jitter: with "sparsemixer", half of the relative distance to the best logit beyond which an expert does not count.
+      long_rope: stretches the rotary embedding; None: only `rope_factor` does.
     """
 
     experts: int = 16
@@ -42,6 +62,7 @@ class MoeConfig(LlamaConfig):
     head_bias: bool = False
     routing: Literal["softmax", "sparsemixer"] = "softmax"
     jitter: float = 0.01
+    long_rope: LongRope | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +74,13 @@ class MoeConfig(LlamaConfig):
             raise ValueError(f"norm={self.norm!r} is unknown; use 'rms' or 'layer'")
         if self.routing not in ("softmax", "sparsemixer"):
             raise ValueError(f"routing={self.routing!r} is unknown; use 'softmax' or 'sparsemixer'")
+        if rope := self.long_rope:
+            counts = len(rope.short), len(rope.long)
+            if counts != (self.head_dim // 2, self.head_dim // 2):
+                raise ValueError(
+                    f"long_rope has {counts[0]} short and {counts[1]} long factors; give head_dim / 2 = "
+                    f"{self.head_dim // 2} of both"
+                )
 
     def capacity(self, tokens: int) -> int:
         """Rows of each expert for `tokens` that one device routes: a multiple of 8, or less for few tokens.

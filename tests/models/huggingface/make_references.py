@@ -54,10 +54,18 @@ def mixtral() -> Any:
 
 
 def phimoe() -> Any:
-    """All biases. Routing within a large margin, so that the softmax of a choice has several experts."""
+    """All biases. Routing within a large margin, so that the softmax of a choice has several experts.
+
+    Rows are not longer than in training: for longer ones, transformers takes the short factors, too.
+    """
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 1.1, 1.5, 2.0],
+        "long_factor": [1.0, 2.0, 8.0, 20.0], "short_mscale": 1.2, "long_mscale": 1.3,
+        "original_max_position_embeddings": SEQ,
+    }  # fmt: skip
     config = transformers.PhimoeConfig(
         **SIZES, **EXPERTS, intermediate_size=12, sliding_window=None, attention_bias=True, lm_head_bias=True,
-        router_jitter_noise=0.2,
+        router_jitter_noise=0.2, rope_parameters=rope,
     )  # fmt: skip
     return transformers.PhimoeForCausalLM(config)
 

@@ -1,5 +1,6 @@
 """config.json: what older and newer files say, and which features are refused."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,44 @@ import pytest
 from dhelix.models import GptConfig, LlamaConfig, MoeConfig, preset
 from dhelix.models.huggingface.configs import fields_of, read_config
 from dhelix.models.huggingface.files import WeightsError
+from dhelix.models.moe.moe_config import MOE_PRESETS, LongRope
 from dhelix.tests.models.huggingface.stored import copied
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+
+
+LONG = {
+    "type": "longrope", "short_factor": [1, 1.5, 2, 3], "long_factor": [1, 2, 8, 20], "short_mscale": 1.2,
+    "long_mscale": 1.3, "original_max_position_embeddings": 8,
+}  # fmt: skip
+
+
+def test_phi_as_it_was_published(tmp_path: Path) -> None:
+    """Its sizes are the preset's. Its window is as long as its longest row."""
+    sizes = {
+        "vocab_size": 32064, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": ..., "intermediate_size": 6400, "num_local_experts": 16,
+    }  # fmt: skip
+    rope = {
+        "type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "short_mscale": 1.243,
+        "long_mscale": 1.243, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    fields = {
+        "architectures": ["PhiMoEForCausalLM"], "dtype": ..., "torch_dtype": "bfloat16", "rope_parameters": ...,
+        "rope_scaling": rope, "rope_theta": 10000.0, "max_position_embeddings": 131072, "sliding_window": 131072,
+        "router_jitter_noise": 0.01,
+    }  # fmt: skip
+    found = read_config(copied("phimoe", tmp_path, **sizes, **fields), seq=4096, capacity_factor=1.25)
+    expected = dataclasses.replace(
+        MOE_PRESETS["phi-moe-42b"], norm="layer", attention_bias=True, head_bias=True, routing="sparsemixer",
+        long_rope=LongRope((1.0,) * 64, (2.0,) * 64, 1.243, 1.243, 4096), param_dtype="bfloat16",
+    )  # fmt: skip
+    assert found == expected
+    architecture, written = fields_of(found)
+    assert architecture == "PhimoeForCausalLM" and written["rope_scaling"]["short_mscale"] == 1.243
 
 
 @pytest.mark.parametrize(
@@ -70,6 +103,11 @@ def test_choices_replace_what_the_file_says(tmp_path: Path) -> None:
         ("gpt2", {"n_head": 3}, "n_embd = 16 is not divisible by n_head = 3"),
         ("mixtral", {"num_experts_per_tok": 5}, "5 of 4 experts cannot be chosen"),
         ("mixtral", {"sliding_window": 16}, "sliding_window is 16"),
+        ("mixtral", {"rope_parameters": LONG}, "rope_parameters: type is 'longrope', and dhelix's model has only"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, and dhelix's model has only 2"),
+        ("phimoe", {"rope_parameters": LONG | {"long_factor": ["a"]}}, r"long_factor is \['a'\]; .* list of numbers"),
+        ("phimoe", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "4 short and 1 long factors; give head_dim / 2"),
+        ("phimoe", {"rope_parameters": LONG | {"short_mscale": "1"}}, "short_mscale is '1'; it must be a number"),
     ],
     ids=str,
 )

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dhelix.models.common.parallel import SINGLE_DEVICE
 from dhelix.models.moe import model
-from dhelix.models.moe.moe_config import MOE_PRESETS, MoeConfig
+from dhelix.models.moe.moe_config import MOE_PRESETS, LongRope, MoeConfig
 from dhelix.models.moe.wide_gradients import product, widen
 
 TINY = dataclasses.replace(
@@ -38,6 +39,16 @@ def test_counts_are_those_of_the_parameters(config: MoeConfig) -> None:
     assert jax.tree.structure(shapes) == jax.tree.structure(
         model.param_specs(config), is_leaf=lambda s: not isinstance(s, dict)
     )
+
+
+@pytest.mark.parametrize(("seq", "factors", "scale"), [(8, [1.0, 1.5, 2.0, 3.0], 1.2), (9, [1.0, 2.0, 8.0, 20.0], 1.3)])
+def test_rows_longer_than_those_of_training_are_stretched_more(seq: int, factors: list[float], scale: float) -> None:
+    rope = LongRope((1.0, 1.5, 2.0, 3.0), (1.0, 2.0, 8.0, 20.0), 1.2, 1.3, trained=8)
+    config = dataclasses.replace(TINY, long_rope=rope)
+    angle = np.arange(seq)[:, None] * config.rope_theta ** (-np.arange(4) / 4) / np.array(factors)
+    cos, sin = model.rotary(config, SINGLE_DEVICE, seq)
+    np.testing.assert_allclose(cos[:, 0], scale * np.cos(angle), atol=1e-6)
+    np.testing.assert_allclose(sin[:, 0], scale * np.sin(angle), atol=1e-6)
 
 
 def test_an_unknown_word_is_one_error() -> None:
