@@ -25,6 +25,7 @@ _ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
 class Fields:
@@ -49,10 +50,7 @@ class Fields:
         wanted = (int, float) if isinstance(otherwise, float) else type(otherwise)
         wrong_bool = isinstance(value, bool) != isinstance(otherwise, bool)
         if otherwise is not None and (not isinstance(value, wanted) or wrong_bool):
-            kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "dict": "an object"}
-            raise WeightsError(
-                f"{self.place}: {name} is {value!r}; it must be {kind.get(type(otherwise).__name__, 'a text')}"
-            )
+            raise WeightsError(f"{self.place}: {name} is {value!r}; it must be {_KINDS[type(otherwise)]}")
         return float(value) if isinstance(otherwise, float) else value
 
     def size(self, name: str) -> int:
@@ -207,6 +205,7 @@ def _rotary(fields: Fields, theta: float, with_long: bool) -> dict[str, Any]:
     if kind == "default":
         return found
     for constant, value in _LLAMA3_ROPE.items():
+        rope.values.setdefault(constant, None)  # transformers has no value for an absent one
         rope.only(constant, value)
     return found | {"rope_factor": rope.get("factor", 8.0)}
 

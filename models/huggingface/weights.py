@@ -27,7 +27,7 @@ from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.common.training import Params
 from dhelix.models.families import family_of
 from dhelix.models.huggingface.configs import CONFIG, architecture_in, fields_of, read_config
-from dhelix.models.huggingface.files import Files, WeightsError, new_folder, write_files
+from dhelix.models.huggingface.files import TYPES, Files, WeightsError, new_folder, write_files
 from dhelix.models.huggingface.layout import Piece, Tensor, leaves, part_of, shown, tensors, to_ours, to_theirs
 from dhelix.models.huggingface.names import HEAD, NAMES, Names
 
@@ -84,14 +84,19 @@ def write(
       file_bytes: the most bytes of tensors in one file.
 
     Raises:
-      WeightsError: the folder exists, transformers has no such model, the parameters are not those of `config`, or
-        other processes hold parts of them.
+      WeightsError: the folder exists, transformers has no such model, or the parameters are not those of `config`, have
+        several types, or lie partly in other processes.
     """
-    folder, arrays = Path(folder), leaves(params)
+    folder, arrays = Path(folder).absolute(), leaves(params)
     expected = leaves(_shapes(config))
     _check_params(arrays, expected)
     kind = None if dtype is None else jnp.dtype(dtype)
     kinds = {str(kind or array.dtype) for array in arrays.values()}
+    if len(kinds) > 1 or not kinds <= set(TYPES.values()):
+        raise WeightsError(
+            f"the parameters have type {' and '.join(sorted(kinds))}; give the type of all tensors, dtype='bfloat16' "
+            "or another of float32 and float16"
+        )
     architecture, fields = fields_of(dataclasses.replace(config, param_dtype=kinds.pop()))
     found = {tensor.name: tensor for tensor in tensors(NAMES[architecture], expected)}
 

@@ -108,6 +108,7 @@ def test_shardings_of_another_tree() -> None:
         (lambda params: params.pop("head"), "the parameters lack head"),
         (lambda params: params.update(more=params["head"]), "the parameters have more"),
         (lambda params: params.update(head=params["head"].T), r"head has shape \[64, 16\], but .* \[16, 64\]"),
+        (lambda params: params.update(head=params["head"].astype("bfloat16")), "have type bfloat16 and float32; give"),
     ],
 )
 def test_parameters_of_another_model_are_not_written(change: Any, says: str, tmp_path: Path) -> None:

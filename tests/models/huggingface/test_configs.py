@@ -97,6 +97,7 @@ def test_choices_replace_what_the_file_says(tmp_path: Path) -> None:
         ("llama", {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; it must be one of float32"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: rope_type is 'yarn'"),
         ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear"}}, "rope_scaling: type is 'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor is None, .* has only 1.0"),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .* has only 1.0"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),

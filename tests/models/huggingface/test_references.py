@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,6 +15,7 @@ from dhelix.models.families import family_of
 from dhelix.models.huggingface import files
 from dhelix.models.huggingface.configs import read_config
 from dhelix.models.huggingface.weights import read, write
+from dhelix.models.train_step import make_train_step
 from dhelix.tests.models.huggingface.stored import FOLDER, assert_same_bytes, copied, tensors_of
 
 MODELS = ["llama", "tied", "gpt2", "mixtral", "phimoe"]
@@ -67,6 +69,18 @@ def test_parameters_on_a_mesh_are_read_and_written_in_parts(name: str, tmp_path:
     assert_equal_trees(params, whole)
     write(tmp_path / name, config, params)
     assert_same_bytes(tensors_of(FOLDER / name), tensors_of(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["llama", "phimoe"])
+def test_a_step_starts_from_a_checkpoint(name: str) -> None:
+    """The shardings of FSDP, and other types than those of the files."""
+    config = read_config(FOLDER / name, remat="full")
+    mesh = make_mesh(2, 2, ep=2 if name == "phimoe" else None)
+    training = make_train_step(config, mesh, optax.sgd(0.1), 1, "fsdp")
+    found, params = read(FOLDER / name, "bfloat16", training.state_shardings.params, config)
+    assert found == dataclasses.replace(config, param_dtype="bfloat16")
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == training.state_shardings.params
+    assert_equal_trees(params, read(FOLDER / name, "bfloat16")[1])
 
 
 def test_any_dimension_may_be_split() -> None:
