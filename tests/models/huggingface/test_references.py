@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -23,8 +23,9 @@ MODELS = ["llama", "tied", "gpt2", "mixtral", "phimoe"]
 
 def logits(config: Any, params: Any) -> np.ndarray:
     """The logits of the stored tokens, in float32."""
-    wide, family = dataclasses.replace(config, dtype="float32"), family_of(config)
-    take = jax.jit(lambda params: family.logits(wide, params, np.load(FOLDER / "logits.npz")["tokens"]))  # pyright: ignore
+    wide, family = dataclasses.replace(config, dtype="float32"), cast(Any, family_of(config))
+    tokens = np.load(FOLDER / "logits.npz")["tokens"]
+    take = jax.jit(lambda params: family.logits(wide, params, tokens))
     found = take(jax.tree.map(lambda weight: weight.astype("float32"), params))
     return found[0] if isinstance(found, tuple) else found
 
