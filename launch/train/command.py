@@ -17,12 +17,15 @@ from dhelix.errors import DhelixError
 from dhelix.launch.defaults import INTERRUPTED
 from dhelix.launch.shown.progress import Progress, say
 from dhelix.launch.train import loop, step_flags, trainer
-from dhelix.launch.train.checkpoint import Checkpoints
+from dhelix.launch.train.data import tokenizers
 from dhelix.launch.train.data.batches import Batches
+from dhelix.launch.train.generation import generate
 from dhelix.launch.train.loop import COMPARED, Run, Step, Stopping, exit_status, traced_steps
 from dhelix.launch.train.meshes.pipelined import PipelinedTraining
 from dhelix.launch.train.meshes.sharded import ShardedTraining
 from dhelix.launch.train.options import Options
+from dhelix.launch.train.saved import weights
+from dhelix.launch.train.saved.checkpoint import Checkpoints
 from dhelix.launch.train.watch import results
 from dhelix.passes.framework import headline
 from dhelix.passes.framework.report import Report
@@ -65,6 +68,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
                 checkpoints.wait()
             say(console, f"Interrupted after step {steps[-1].number}; {_saved(checkpoints)}")
             status = exit_status(wish.signal)
+    if not status:
+        _use(prepared, console)
     if chosen["trace"] and not status:
         first, last = traced_steps(options)
         which = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -74,6 +79,17 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         if not quiet:
             print(json.dumps(found, indent=1))
     return status
+
+
+def _use(run: Run, console: Console) -> None:
+    """Writes the trained model and lets it generate, if asked to."""
+    options = run.options
+    if options.export is not None:
+        weights.export(run, options.export)
+        say(console, f"wrote the model to {options.export}, as transformers reads it")
+    if options.generate is not None:
+        tokenizer = tokenizers.load(weights.tokenizer_of(options), options.end_token)
+        say(console, generate(run, tokenizer, options.generate, options.generate_tokens, options.temperature))
 
 
 _ENDS = "ends after this step; press Ctrl-C again to end at once"
@@ -101,6 +117,8 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("a plan already sets the order; leave out --schedule or --plan")
     if chosen["trace"] and chosen["steps"] < 2:
         raise DhelixError("--trace records the last step, but the first step compiles; give --steps 2 or more")
+    if chosen["export"] and Path(chosen["export"]).exists():
+        raise DhelixError(f"--export {chosen['export']} exists; give a new folder")
     if chosen["trace_steps"] and not chosen["trace"]:
         raise DhelixError("--trace_steps needs --trace; give the folder")
     if chosen["trace_steps"]:
@@ -156,6 +174,8 @@ def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: C
                 say(console, gain)
 
         steps = loop.train(run, checkpoints, show, wish.wished)
+    if not steps:
+        return steps
     milliseconds = 1e3 * results.step_seconds(steps)
     say(console, f"median step {milliseconds:,.0f} ms, {', '.join(results.speed(run, steps))}")
     return steps
@@ -191,7 +211,10 @@ def _introduce(run: Run, console: Console) -> None:
     elif isinstance(run.training, ShardedTraining) and run.training.states is not None:
         how += f", states by the plan: {run.training.states}"
     how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
-    say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
+    say(
+        console,
+        f"{run.options.init_from or run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}",
+    )
     say(console, f"data: {_data(run.batches)}; a step takes {run.batch} sequences of {run.seq}")
 
 

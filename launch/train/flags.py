@@ -22,7 +22,8 @@ given. Ctrl-C or SIGTERM saves a checkpoint and ends.
   dhelix train --cpu_devices 8 --pp 2 --mesh dp=2,tp=2       # folded pipeline of two stages
   dhelix train --preset llama-8b --data corpus.jsonl --tokenizer tokenizer.json --microbatches 16 --eval_every 100
       --checkpoint_dir run1 --save_every 100 --tensorboard run1/board
-  dhelix train ... --checkpoint_dir run1 --resume            # continue run1"""
+  dhelix train ... --checkpoint_dir run1 --resume            # continue run1
+  dhelix train --init_from Llama-3.1-8B --data mine.jsonl --export mine      # from and to Hugging Face's format"""
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -34,6 +35,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
     default = Options()
     step_flags.define(values, default.preset, "all devices, as many as possible on tp, or on ep with experts")
+    text("init_from", None, "folder with a Llama, GPT-2, Mixtral or Phi-MoE of Hugging Face, in place of --preset")
     number(
         "steps",
         default.steps,
@@ -64,6 +66,10 @@ def define_flags(values: flags.FlagValues) -> None:
     number("save_every", None, "steps between checkpoints (default: one checkpoint at the end)", 1)
     number("keep", default.keep, "number of checkpoints to keep, the newest", 1)
     switch("resume", help="continue from the newest checkpoint")
+    text("export", None, "new folder for the trained model, as transformers reads it")
+    text("generate", None, "text to which the trained model adds some tokens, to look at")
+    number("generate_tokens", default.generate_tokens, "with --generate: the most tokens to add", 1)
+    real("temperature", default.temperature, "with --generate: 0 takes the likeliest token, 1 draws tokens")
     real("peak_tflops", None, "peak TFLOP/s of one device, for MFU (default: known for common GPUs)")
     switch("json", help="print the results as JSON; progress goes to stderr")
     number("cpu_devices", None, "run on this many CPU devices", 1)

@@ -27,9 +27,9 @@ import jax
 import numpy as np
 
 from dhelix.errors import DhelixError
-from dhelix.launch.train.checkpoint import Checkpoints
 from dhelix.launch.train.data.batches import Batches
 from dhelix.launch.train.options import Options
+from dhelix.launch.train.saved.checkpoint import Checkpoints
 from dhelix.models import Training, TrainState
 from dhelix.passes.framework.report import Report
 

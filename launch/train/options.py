@@ -20,6 +20,7 @@ class Options:
     Attributes:
       batch: number of sequences in one optimizer step: micro-batches x micro-batch size x dp (x ep with experts).
       step: how micro-batches are interleaved.
+      init_from: folder of a checkpoint of Hugging Face, which gives the model and its weights in place of `preset`.
       optimizer, optimizer_options: an optimizer of Optax, and values for it: "b2=0.99,weight_decay=0.2".
       lr_end: the learning rate at the end of the schedule, as a fraction of `lr`.
       decay_steps: steps at the end over which the schedule `wsd` decays; None: a fifth of all.
@@ -31,10 +32,13 @@ class Options:
       eval_batches: number of batches of an evaluation.
       keep: number of the newest checkpoints that are kept.
       trace_steps: the steps that `trace` records, as "10-12"; None: the last one.
+      export: folder for a checkpoint of Hugging Face.
+      generate: text to which the model adds `generate_tokens` tokens at the end.
       compare_plain: whether ten steps are timed with passes and without.
     """
 
     preset: str = "llama-demo"
+    init_from: str | None = None
     layers: int | None = None
     seq: int | None = None
     vocab: int | None = None
@@ -86,6 +90,10 @@ class Options:
     save_every: int | None = None
     keep: int = 3
     resume: bool = False
+    export: str | None = None
+    generate: str | None = None
+    generate_tokens: int = 64
+    temperature: float = 0.0
     peak_tflops: float | None = None
 
     def said(self) -> dict[str, Any]:

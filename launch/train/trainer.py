@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
-from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
-from dhelix.launch.train.data import sources, tokenizers
+from dhelix.launch.train.data import sources, token_files, tokenizers
 from dhelix.launch.train.data.batches import Batches
 from dhelix.launch.train.data.documents import Documents, check_vocabulary
 from dhelix.launch.train.data.rows import Rows
@@ -26,6 +26,8 @@ from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelin
 from dhelix.launch.train.meshes.sharded import ShardedTraining, states_of, with_states
 from dhelix.launch.train.optimizers import optimizer
 from dhelix.launch.train.options import Options
+from dhelix.launch.train.saved import weights
+from dhelix.launch.train.saved.checkpoint import CheckpointError, Checkpoints
 from dhelix.models import (
     GptConfig,
     LlamaConfig,
@@ -49,7 +51,9 @@ _MODEL_FIELDS = {
         "scan_layers",
     ),
     LlamaConfig: ("rope_theta", "rope_factor"),
-    MoeConfig: ("experts", "chosen", "shared", "normalise"),
+    MoeConfig: (
+        "experts", "chosen", "shared", "normalise", "norm", "attention_bias", "head_bias", "routing", "long_rope",
+    ),
     GptConfig: ("positions", "rotary_dim", "rope_theta", "bias", "head_bias", "parallel_block", "activation"),
 }  # fmt: skip
 
@@ -84,8 +88,9 @@ def _documents(
     options: Options, config: DecoderConfig, say: Callable[[str], None]
 ) -> tuple[Documents, Documents | None]:
     """The documents to train on and to evaluate on, as the options name them."""
-    tokenizer = tokenizers.load(options.tokenizer, options.end_token)
-    check_vocabulary(tokenizer.name, tokenizer.vocabulary, config.vocab)
+    tokenizer = tokenizers.load(weights.tokenizer_of(options), options.end_token)
+    if options.data is None or not token_files.is_one(Path(options.data)):
+        check_vocabulary(tokenizer.name, tokenizer.vocabulary, config.vocab)
     given = options.text_field, options.token_cache, say
     documents = sources.load(options.data, tokenizer, *given)
     other = None if options.eval_data is None else sources.load(options.eval_data, tokenizer, *given)
@@ -101,6 +106,8 @@ def configuration(options: Options) -> DecoderConfig:
         seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat, param_dtype=options.param_dtype
     )
     given |= {"z_loss": options.z_loss} if options.z_loss else {}
+    if options.init_from is not None:
+        return _from_checkpoint(options, given)
     if options.unrolled and options.pp > 1:
         raise DhelixError("--pp needs stacked layers; leave --unrolled out")
     given |= {"scan_layers": False} if options.unrolled else {}
@@ -109,6 +116,17 @@ def configuration(options: Options) -> DecoderConfig:
             raise DhelixError(f"--capacity is for models with experts, and {options.preset} has none; leave it out")
         given["capacity_factor"] = options.capacity
     return _valid(lambda: preset(options.preset, options.layers, **given))
+
+
+def _from_checkpoint(options: Options, given: dict[str, Any]) -> DecoderConfig:
+    for name in ("layers", "vocab"):
+        if getattr(options, name) is not None:
+            raise DhelixError(f"--init_from takes the model of the checkpoint as it is; leave --{name} out")
+    if options.unrolled:
+        given["scan_layers"] = False
+    if options.capacity is not None:
+        given["capacity_factor"] = options.capacity
+    return weights.configuration(str(options.init_from), **given)
 
 
 def make_training(options: Options, config: DecoderConfig, devices: Sequence[Any]) -> tuple[Training, int]:
@@ -191,23 +209,23 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
     Raises:
       DhelixError: the checkpoints in the folder do not fit the options.
     """
-    if checkpoints is None:
-        run.state = run.training.init(jax.random.key(run.options.seed))
-        return
-    latest = checkpoints.latest_step
-    if run.options.resume:
+    latest = None if checkpoints is None else checkpoints.latest_step
+    if checkpoints is not None and run.options.resume:
         run.first, run.state = _restore(run, checkpoints)
         stored = checkpoints.notes(run.first)
         run.first_row = int(stored.get("rows") or run.first * int(stored.get("batch") or run.batch))
-        if run.first >= run.options.steps:
+        used = run.options.export is not None or run.options.generate is not None
+        if run.first >= run.options.steps and not used:
             raise DhelixError(f"{checkpoints.folder} already holds step {run.first}; give a larger --steps to continue")
-    elif latest is not None:
+    elif checkpoints is not None and latest is not None:
         raise DhelixError(
             f"{checkpoints.folder} holds checkpoints up to step {latest}; give --resume to continue from there, or "
             "another --checkpoint_dir"
         )
     else:
         run.state = run.training.init(jax.random.key(run.options.seed))
+        if run.options.init_from is not None:
+            weights.load(run)
 
 
 def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:

@@ -119,7 +119,8 @@ def check_vocabulary(tokenizer: str, needed: int, vocabulary: int) -> None:
     """Raises DataError if a tokenizer has more tokens than the model."""
     if needed > vocabulary:
         raise DataError(
-            f"the model has {vocabulary} tokens, but {tokenizer} has {needed}; give --vocab {needed} or more"
+            f"the model has {vocabulary} tokens, but the tokenizer ({tokenizer}) has {needed}; give --vocab {needed}, "
+            "or another --tokenizer"
         )
 
 

@@ -102,7 +102,7 @@ def load(path: str | os.PathLike[str] | None, end: str | None = None) -> Tokeniz
         return Bytes()
     import tokenizers
 
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    file = file_of(path)
     if not file.is_file():
         raise DataError(f"there is no tokenizer {file}; give --tokenizer a tokenizer.json, or its folder")
     try:
@@ -117,6 +117,11 @@ def load(path: str | os.PathLike[str] | None, end: str | None = None) -> Tokeniz
     vocabulary = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
     return FromFile(f"{file.name}-{digest}", vocabulary, None if found is None else library.token_to_id(found), library)
+
+
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """The file of a tokenizer, which may be named by its folder."""
+    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 
 def _pieces(text: str) -> Iterable[str]:

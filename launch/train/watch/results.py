@@ -71,8 +71,8 @@ def measured_gain(steps: Sequence[Step]) -> str | None:
 
 def results(run: Run, steps: Sequence[Step]) -> dict[str, Any]:
     """All results of a run as JSON values. The time of the first step includes the compilation."""
-    seconds = step_seconds(steps)
-    report = run.report()
+    seconds = step_seconds(steps) if steps else None
+    report = run.report() if steps else None
     documents = run.batches.rows.documents
     return {
         "options": said(run.options),
@@ -91,8 +91,8 @@ def results(run: Run, steps: Sequence[Step]) -> dict[str, Any]:
         "tokens_per_step": run.tokens_per_step,
         "steps": [dataclasses.asdict(step) for step in steps],
         "step_seconds": seconds,
-        "tokens_per_second": run.tokens_per_step / seconds,
-        "mfu": utilization(run, seconds),
+        "tokens_per_second": seconds and run.tokens_per_step / seconds,
+        "mfu": seconds and utilization(run, seconds),
         "measured_gain": measured_gain(steps),
         "passes": None if report is None else json.loads(report.to_json()),
     }

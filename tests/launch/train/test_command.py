@@ -112,7 +112,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
         (["--schedule=xla", "--max_in_flight=1"], "use another schedule"),
         (["--plan=/nowhere.json"], "/nowhere.json"),
         (["--profile=/nowhere.json"], "/nowhere.json': no such file"),
-        (["--vocab=100"], "the model has 100 tokens, but bytes has 256; give --vocab 256"),
+        (["--vocab=100"], "the model has 100 tokens, but the tokenizer (bytes) has 256; give --vocab 256"),
         (["--eval_data=/nowhere", "--eval_every=1"], "no file or folder /nowhere"),
         ([f"--eval_data={__file__}"], "--eval_data needs --eval_every"),
         (["--eval_every=1", "--eval_fraction=2"], "give a part of the documents"),

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch.train import loop, trainer
-from dhelix.launch.train.checkpoint import Checkpoints
 from dhelix.launch.train.command import say_resumed
+from dhelix.launch.train.saved.checkpoint import Checkpoints
 from dhelix.launch.train.watch import results
 
 NAN = float("nan")

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.launch.train import loop, trainer
-from dhelix.launch.train.checkpoint import Checkpoints
+from dhelix.launch.train.saved.checkpoint import Checkpoints
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.sharding.factors import Factor, Factors

@@ -59,7 +59,7 @@ def test_documents_that_do_not_fit_the_model_are_refused() -> None:
     documents = one_after_the_other("notes", [np.arange(16, dtype=np.uint8)], 256, "bytes")
     with pytest.raises(DataError, match="holds 16 tokens, but a row of --seq 16 needs 17"):
         documents.check(16, 256)
-    with pytest.raises(DataError, match="the model has 100 tokens, but bytes has 256; give --vocab 256"):
+    with pytest.raises(DataError, match=r"has 100 tokens, but the tokenizer \(bytes\) has 256; give --vocab 256"):
         documents.check(8, 100)
     with pytest.raises(DataError, match="token 10 of notes is 10, but the model has 10 tokens; give --vocab 16"):
         Rows(documents, seq=15, masked=False, vocabulary=10)[0]

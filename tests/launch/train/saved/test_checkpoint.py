@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
+from dhelix.launch.train.saved.checkpoint import CheckpointError, Checkpoints
 from dhelix.models import TrainState, make_mesh
 
 CONFIG = {"name": "small", "model": {"hidden": 16, "layers": 2}}

@@ -1,0 +1,73 @@
+"""A few tokens of a trained model to look at: `--generate TEXT`.
+
+    generate(run, "def main(", tokens=32)         "def main(argv=None):\n    parser = ..."
+
+Each token is the result of a whole forward pass over a window of `seq` tokens. XLA splits it over the devices as the
+parameters are split. This is slow and simple; `models/llama/inference.py` has a cache of keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dhelix.errors import DhelixError
+from dhelix.launch.train.data.tokenizers import Tokenizer
+from dhelix.launch.train.loop import Run
+from dhelix.models.common.decoder_config import DecoderConfig
+from dhelix.models.common.parallel import SINGLE_DEVICE
+from dhelix.models.families import family_of
+from dhelix.models.moe.moe_config import MoeConfig
+
+
+def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature: float = 0.0) -> str:
+    """The text and what the model adds to it. It ends with the end of a document.
+
+    Args:
+      tokens: the most tokens to add.
+      temperature: 0 takes the likeliest token; else tokens are drawn, with the seed of the run.
+
+    Raises:
+      DhelixError: the text is empty, or does not fit into a row with the tokens.
+    """
+    config = _whole(run.training.config)
+    (prompt,) = tokenizer.encode([text.encode()])
+    if not 1 <= len(prompt) <= config.seq - tokens:
+        raise DhelixError(
+            f"--generate: {len(prompt)} tokens of text and {tokens} more do not fit into a row of {config.seq}; give "
+            "text, and not too much of it"
+        )
+    row = np.zeros((1, config.seq), np.int32)
+    row[0, : len(prompt)] = prompt
+    params = run.training.to_model_order(run.state).params
+    following = jax.jit(partial(_next, config, temperature))
+    added = list[int]()
+    for place in range(len(prompt), len(prompt) + tokens):
+        token = int(following(params, row, place, jax.random.key(run.options.seed + place)))
+        if token == tokenizer.end:
+            break
+        row[0, place] = token
+        added.append(token)
+    return tokenizer.decode([*prompt.tolist(), *added])
+
+
+def _whole(config: DecoderConfig) -> DecoderConfig:
+    """The configuration in which experts drop no token, and attention is XLA's, which can be partitioned."""
+    if isinstance(config, MoeConfig):
+        config = dataclasses.replace(config, capacity_factor=config.experts / config.chosen)
+    return dataclasses.replace(config, attention="xla")
+
+
+def _next(
+    config: DecoderConfig, temperature: float, params: Any, row: jax.Array, place: jax.Array, key: jax.Array
+) -> jax.Array:
+    """The token at `place`, from the logits of the token before it."""
+    family: Any = family_of(config)
+    found = family.logits(config, family.trainable(config, params, SINGLE_DEVICE), row, SINGLE_DEVICE)
+    logits = (found[0] if isinstance(found, tuple) else found)[0, place - 1].astype(jnp.float32)
+    return jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits)

@@ -1,0 +1,1 @@
+"""What a training run reads and writes: checkpoints of its own, and weights in the format of Hugging Face."""
