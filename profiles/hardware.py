@@ -77,11 +77,22 @@ class Hardware:
 
 
 SLOW_LINK: Mapping[str, float] = {"compute_rate": 0.9, "communication_rate": 0.8}
-"""Rates beside a collective inside a node whose links are slower than half of the GPU's own.
+"""Rates beside a collective inside a node whose links have at most half of the GPU's usual bandwidth.
 
 Such a collective mostly waits for its link. Under 1 to 8 channels over NVLink, H200s had 0.82 to 0.99 and 0.74 to 0.90
 for collectives that start first beside products and attention (benchmarks/results/costs_h200x2_channels*).
 """
+
+
+def with_links(hardware: Hardware, bandwidth: float) -> Hardware:
+    """`hardware` with links inside a node of another bandwidth, and with the rates of such links.
+
+    From half of the bandwidth to all of it, rates go from those of slow links to its own in a line, which is a guess.
+    """
+    slow = min(1.0, max(0.0, 2.0 - 2.0 * bandwidth / hardware.intra_bandwidth))
+    rates = {name: slow * rate + (1.0 - slow) * getattr(hardware, name) for name, rate in SLOW_LINK.items()}
+    return replace(hardware, intra_bandwidth=bandwidth, **rates)
+
 
 # NVLink 4 with 18 links has 450 GB/s each way, and NCCL reaches about 330 GB/s. The network has 400 Gb/s per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)

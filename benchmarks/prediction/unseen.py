@@ -23,7 +23,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.simulation.cluster_costs import ClusterCosts
 from dhelix.profiles.estimates.roofline import wire_bytes
 from dhelix.profiles.files import storage
-from dhelix.profiles.hardware import SLOW_LINK
+from dhelix.profiles.hardware import with_links
 from dhelix.profiles.keys import CollectiveKey, Key, PairKey
 from dhelix.profiles.profile import Profile, Section
 
@@ -43,7 +43,7 @@ def unseen(model: CostModel, module: HloModule, link: float = 0.0) -> CostModel:
     if not link:
         return dataclasses.replace(model, profile=without(model.profile, keys))
     keys |= {key for section in model.profile.sections.values() for key in section.collectives}
-    described = dataclasses.replace(model.hardware, intra_bandwidth=link, **SLOW_LINK)
+    described = with_links(model.hardware, link)
     return ClusterCosts(without(model.profile, keys), model.setting, model.matmuls, described=described)
 
 

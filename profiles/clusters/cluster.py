@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from dhelix.profiles.clusters.constants import CONSTANTS, ClusterError, constant
-from dhelix.profiles.hardware import SLOW_LINK, Hardware
+from dhelix.profiles.hardware import SLOW_LINK, Hardware, with_links
 
 MOST_GPUS = 2**20
+_SLOWER = "for slower links: measured on H200s under limits on channels (profiles/hardware.py)"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Cluster:
     def with_constants(self, values: Mapping[str, float], where: str) -> Self:
         """The same cluster with other constants, in the units of their names.
 
-        Links inside a node that become slower than half of what they were get the rates of slow links (`SLOW_LINK`).
+        Slower links inside a node come with the rates of slower links (`with_links`).
 
         Args:
           where: the file or flag with the values. It becomes their source.
@@ -98,11 +99,11 @@ class Cluster:
         if "sms" in fields:
             fields["sms"] = int(fields["sms"])
         sources = {**self.sources, **dict.fromkeys(values, where)}
-        if fields.get("intra_bandwidth", math.inf) < self.hardware.intra_bandwidth / 2:
-            missing = {name: rate for name, rate in SLOW_LINK.items() if name not in fields}
-            fields |= missing
-            sources |= dict.fromkeys(missing, "measured on H200s under limits on channels, for slow links")
-        return replace(self, hardware=replace(self.hardware, **fields), sources=sources)
+        hardware = self.hardware
+        if fields.get("intra_bandwidth", math.inf) < hardware.intra_bandwidth:
+            hardware = with_links(hardware, fields["intra_bandwidth"])
+            sources |= {name: _SLOWER for name in SLOW_LINK if name not in values}
+        return replace(self, hardware=replace(hardware, **fields), sources=sources)
 
     def origins(self) -> Iterator[Origin]:
         """Each constant with its value and its source, in the order of CONSTANTS."""

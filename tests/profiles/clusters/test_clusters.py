@@ -99,3 +99,19 @@ def test_constants_by_flag() -> None:
     assert cluster.hardware.inter_bandwidth == 25e9
     with pytest.raises(ClusterError, match="--constants: gemm_efficiency is 70, but"):
         cluster.with_constants({"gemm_efficiency": 70}, "--constants")
+
+
+def test_slower_links_have_rates_of_their_own() -> None:
+    cluster = known.find("h100-infiniband")
+    usual = cluster.hardware
+
+    def rates(**constants: float) -> tuple[float, float]:
+        made = cluster.with_constants(constants, "here").hardware
+        return made.compute_rate, made.communication_rate
+
+    assert rates(inside_gb_per_second=20) == rates(inside_gb_per_second=165) == pytest.approx((0.9, 0.8))
+    assert usual.communication_rate < rates(inside_gb_per_second=250)[1] < 0.8
+    assert rates(inside_gb_per_second=330) == (usual.compute_rate, usual.communication_rate)
+    assert rates(inside_gb_per_second=20, communication_rate=0.5) == pytest.approx((0.9, 0.5))
+    origins = {one.name: one.source for one in cluster.with_constants({"inside_gb_per_second": 20}, "here").origins()}
+    assert origins["inside_gb_per_second"] == "here" and "slower links" in origins["compute_rate"]
