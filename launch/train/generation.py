@@ -26,28 +26,25 @@ from dhelix.models.moe.moe_config import MoeConfig
 
 
 def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature: float = 0.0) -> str:
-    """The text and what the model adds to it. It ends with the end of a document.
+    """The text and what the model adds to it. It ends with the end of a document or of a row.
 
     Args:
       tokens: the most tokens to add.
       temperature: 0 takes the likeliest token; else tokens are drawn, with the seed of the run.
 
     Raises:
-      DhelixError: the text is empty, or does not fit into a row with the tokens.
+      DhelixError: the text is empty, or does not fit into a row.
     """
     config = _whole(run.training.config)
     (prompt,) = tokenizer.encode([text.encode()])
-    if not 1 <= len(prompt) <= config.seq - tokens:
-        raise DhelixError(
-            f"--generate: {len(prompt)} tokens of text and {tokens} more do not fit into a row of {config.seq}; give "
-            "text, and not too much of it"
-        )
+    if not 1 <= len(prompt) < config.seq:
+        raise DhelixError(f"--generate: {len(prompt)} tokens of text; give at least 1 and fewer than --seq {config.seq}")
     row = np.zeros((1, config.seq), np.int32)
     row[0, : len(prompt)] = prompt
     params = run.training.to_model_order(run.state).params
     following = jax.jit(partial(_next, config, temperature))
     added = list[int]()
-    for place in range(len(prompt), len(prompt) + tokens):
+    for place in range(len(prompt), min(len(prompt) + tokens, config.seq)):
         token = int(following(params, row, place, jax.random.key(run.options.seed + place)))
         if token == tokenizer.end:
             break

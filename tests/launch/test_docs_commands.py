@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from dhelix.launch import cli
 
@@ -45,7 +46,22 @@ INCLUDES = {f"{SMALL_PLAN} --out plan.json --picture plan.png": SMALL_PLAN}
 """Commands that do everything that another command does. The other command does not run."""
 
 
+TEXTS = [f"The {what} of number {n} is a number." for n in range(60) for what in ("square", "double", "half")]
+
+
+def tokenizer() -> str:
+    """A tokenizer of 512 tokens."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    how = tokenizers.trainers.BpeTrainer(vocab_size=512, special_tokens=["</s>"], initial_alphabet=alphabet)
+    made.train_from_iterator(TEXTS, how)
+    return made.to_str()
+
+
 INPUTS = {
+    "corpus.jsonl": "\n".join(json.dumps({"text": text}) for text in TEXTS),
+    "tokenizer.json": tokenizer(),
     "node.xml": (ROOT / "tests" / "testdata" / "topologies" / "pcie-8.xml").read_text(),
     "leaves.json": json.dumps({"nodes": [{"name": f"node-{n}", "leaf": f"leaf-{n % 2}"} for n in range(4)]}),
 }
@@ -89,6 +105,7 @@ WRITTEN = {
     "plan.md": "plan.json plan.png",
     "profile.md": "pairs.png",
     "sharding.md": "shard.svg plan.json",
+    "train.md": "model1/config.json model1/model.safetensors model1/tokenizer.json",
 }
 """Files that the commands of a page write."""
 

@@ -75,8 +75,9 @@ def test_the_likeliest_tokens_follow(tmp_path: Path) -> None:
     run = run_of(layers=1, seq=32, steps=60, lr=1e-2, mesh="dp=1,tp=1", data=str(tmp_path / "text"), plain=True)
     loop.train(run)
     assert generate(run, Bytes(), "abcd", 8) == "abcdefghabcd"
-    with pytest.raises(DhelixError, match="do not fit into a row of 32"):
-        generate(run, Bytes(), "abcd", 40)
+    assert generate(run, Bytes(), "abcd", 40) == ("abcdefgh" * 4)
+    with pytest.raises(DhelixError, match="40 tokens of text; give at least 1 and fewer than --seq 32"):
+        generate(run, Bytes(), "abcd" * 10, 1)
 
 
 @pytest.mark.parametrize(
