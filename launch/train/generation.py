@@ -38,7 +38,9 @@ def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature
     config = _whole(run.training.config)
     (prompt,) = tokenizer.encode([text.encode()])
     if not 1 <= len(prompt) < config.seq:
-        raise DhelixError(f"--generate: {len(prompt)} tokens of text; give at least 1 and fewer than --seq {config.seq}")
+        raise DhelixError(
+            f"--generate: {len(prompt)} tokens of text; give 1 or more, and fewer than --seq {config.seq}"
+        )
     row = np.zeros((1, config.seq), np.int32)
     row[0, : len(prompt)] = prompt
     params = run.training.to_model_order(run.state).params
