@@ -76,7 +76,7 @@ def test_the_likeliest_tokens_follow(tmp_path: Path) -> None:
     loop.train(run)
     assert generate(run, Bytes(), "abcd", 8) == "abcdefghabcd"
     assert generate(run, Bytes(), "abcd", 40) == ("abcdefgh" * 4)
-    with pytest.raises(DhelixError, match="40 tokens of text; give 1 or more, and fewer than --seq 32"):
+    with pytest.raises(DhelixError, match="40 tokens of text; give 1 or more, fewer than --seq 32"):
         generate(run, Bytes(), "abcd" * 10, 1)
 
 
