@@ -36,7 +36,7 @@ docs:
 	@$(INSTALL) requirements/test.txt requirements/docs.txt
 	$(VENV)/bin/python -m dhelix.benchmarks.pages.write --check
 	mkdir -p $(VENV)/docs_path/dhelix
-	for part in __init__.py errors.py passes profiles runtime; do ln -sfn $(CURDIR)/$$part $(VENV)/docs_path/dhelix/$$part; done
+	for part in __init__.py errors.py models passes profiles runtime; do ln -sfn $(CURDIR)/$$part $(VENV)/docs_path/dhelix/$$part; done
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 clean:
