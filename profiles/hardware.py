@@ -77,21 +77,32 @@ class Hardware:
 
 
 SLOW_LINK: Mapping[str, float] = {"compute_rate": 0.9, "communication_rate": 0.8}
-"""Rates beside a collective inside a node whose links have at most half of the GPU's usual bandwidth.
+"""Rates beside a collective inside a node whose links are slow: it mostly waits for them.
 
-Such a collective mostly waits for its link. Under 1 to 8 channels over NVLink, H200s had 0.82 to 0.99 and 0.74 to 0.90
-for collectives that start first beside products and attention (benchmarks/results/costs_h200x2_channels*).
+Under 1 to 8 channels over NVLink, H200s had 0.82 to 0.99 and 0.74 to 0.90 for collectives that start first beside
+products and attention (benchmarks/results/costs_h200x2_channels*).
+"""
+
+SYMMETRIC_RATE = 0.75
+"""Rate of a collective on symmetric memory beside compute, inside a node: copy engines and these kernels need few SMs.
+
+Without any measured pair, 9 recorded steps with strands are then predicted 0.1 to 2.8 % too fast, and with the 0.3 of
+NCCL's other kernels 2.0 to 6.9 % too slow (docs/results/predictions.md).
 """
 
 
 def with_links(hardware: Hardware, bandwidth: float) -> Hardware:
-    """`hardware` with links inside a node of another bandwidth, and with the rates of such links.
+    """`hardware` with slower links inside a node, and with the rates of such links.
 
-    From half of the bandwidth to all of it, rates go from those of slow links to its own in a line, which is a guess.
+    Beside compute, NCCL's kernels move as many bytes a second as over the usual links (0.3 x 330 GB/s on an H100), as
+    long as these are at most 0.8 of what the link carries. On an H200, they were 0.8 x 122 GB/s over 8 channels. The
+    rate of compute between both ends is a guess.
     """
-    slow = min(1.0, max(0.0, 2.0 - 2.0 * bandwidth / hardware.intra_bandwidth))
-    rates = {name: slow * rate + (1.0 - slow) * getattr(hardware, name) for name, rate in SLOW_LINK.items()}
-    return replace(hardware, intra_bandwidth=bandwidth, **rates)
+    usual = hardware.communication_rate * hardware.intra_bandwidth
+    slow, rate = SLOW_LINK["communication_rate"], min(SLOW_LINK["communication_rate"], usual / bandwidth)
+    part = (slow - rate) / (slow - hardware.communication_rate) if slow > hardware.communication_rate else 1.0
+    compute = SLOW_LINK["compute_rate"] + part * (hardware.compute_rate - SLOW_LINK["compute_rate"])
+    return replace(hardware, intra_bandwidth=bandwidth, compute_rate=compute, communication_rate=rate)
 
 
 # NVLink 4 with 18 links has 450 GB/s each way, and NCCL reaches about 330 GB/s. The network has 400 Gb/s per GPU.

@@ -31,7 +31,7 @@ from dhelix.profiles.collective_matmul.sites import Form, Site, Times
 from dhelix.profiles.estimates.contention import MIN_RATE
 from dhelix.profiles.estimates.estimator import Estimate, Estimator, Source
 from dhelix.profiles.files import storage
-from dhelix.profiles.hardware import Hardware, describe
+from dhelix.profiles.hardware import SYMMETRIC_RATE, Hardware, describe
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import SETTINGS, Profile
 
@@ -304,6 +304,8 @@ class Costs(dict[Instruction, Cost]):
         own, its = self.key(compute), self.key(collective)
         if own is None or its is None:
             return constants
+        if isinstance(its, CollectiveKey) and (its.implementation, its.nodes) == ("symmetric", 1):
+            constants = constants[0], max(constants[1], SYMMETRIC_RATE)
         pair = (its, own) if collective_first else (own, its)
         estimators = (self.estimator.running, self.estimator) if running else (self.estimator,)
         for estimator in estimators:
@@ -315,9 +317,7 @@ class Costs(dict[Instruction, Cost]):
 
 
 @dataclass(frozen=True)
-class _Same:
-    """A profile, compared and hashed by its digest."""
-
+class _Same:  # a profile, compared and hashed by its digest
     profile: Profile = field(compare=False)
     digest: str
 

@@ -28,7 +28,7 @@ from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.hardware import SYMMETRIC_RATE, Hardware
 
 MEMORY_SLACK = 0.03
 """Extra memory for all passes together, as a fraction of the plain step's memory without arguments (DHelix section 6,
@@ -256,12 +256,13 @@ def apply_order(
         return False
     context.note(f"new orders: the module is predicted to take {before * 1e3:.1f} ms -> {after * 1e3:.1f} ms", **facts)
     if costs.estimator is not None and guessed > _GUESSED:
-        setting, hardware = costs.estimator.section.setting, costs.hardware
+        setting, hardware, rate = costs.estimator.section.setting, costs.hardware, costs.hardware.communication_rate
+        rate = max(rate, SYMMETRIC_RATE) if costs.operator_keys.implementation == "symmetric" else rate
         say_once(
             f"the profile of {hardware.name} has no measured pairs for {guessed:.0%} of the time in which collectives "
             f"overlap with compute under launch setting {setting!r}: compute is assumed to run at "
-            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed (between "
-            f"nodes {hardware.inter_compute_rate:g} and {hardware.inter_communication_rate:g}); "
+            f"{hardware.compute_rate:.2g} and collectives at {rate:.2g} of their speed (between nodes "
+            f"{hardware.inter_compute_rate:.2g} and {hardware.inter_communication_rate:.2g}); "
             "`dhelix profile` of this step measures pairs",
             ("guessed overlap", setting),
         )

@@ -19,7 +19,7 @@ from dhelix.profiles.estimates import roofline
 from dhelix.profiles.estimates.contention import MIN_RATE
 from dhelix.profiles.estimates.estimator import Estimator, Source
 from dhelix.profiles.files.storage import dumps, loads
-from dhelix.profiles.hardware import H200, H200_NO_P2P
+from dhelix.profiles.hardware import H200, H200_NO_P2P, SYMMETRIC_RATE
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Section, Timing
 from dhelix.tests.passes import golden
@@ -165,6 +165,8 @@ def test_rates_without_a_measured_pair_are_the_constants_of_the_hardware() -> No
     assert COSTS.rates(named("gemm"), named("gather"), True) == constants
     assert with_profile(gemm=1.0, gather=2.0).rates(named("gemm"), named("gather"), True) == constants
     assert known.rates(named("loop"), named("gather"), True) == constants, "control flow has no key"
+    symmetric = Costs(H200, Estimator(measured_pair("gather", "gemm", PAIR), H200), "symmetric")
+    assert symmetric.rates(named("gemm"), named("gather"), True) == (H200.compute_rate, SYMMETRIC_RATE)
 
 
 def test_a_starved_side_still_proceeds() -> None:

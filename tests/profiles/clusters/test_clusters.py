@@ -109,8 +109,9 @@ def test_slower_links_have_rates_of_their_own() -> None:
         made = cluster.with_constants(constants, "here").hardware
         return made.compute_rate, made.communication_rate
 
-    assert rates(inside_gb_per_second=20) == rates(inside_gb_per_second=165) == pytest.approx((0.9, 0.8))
-    assert usual.communication_rate < rates(inside_gb_per_second=250)[1] < 0.8
+    assert rates(inside_gb_per_second=20) == rates(inside_gb_per_second=120) == pytest.approx((0.9, 0.8))
+    assert 200 * rates(inside_gb_per_second=200)[1] == pytest.approx(330 * usual.communication_rate)
+    assert usual.compute_rate < rates(inside_gb_per_second=200)[0] < 0.9
     assert rates(inside_gb_per_second=330) == (usual.compute_rate, usual.communication_rate)
     assert rates(inside_gb_per_second=20, communication_rate=0.5) == pytest.approx((0.9, 0.5))
     origins = {one.name: one.source for one in cluster.with_constants({"inside_gb_per_second": 20}, "here").origins()}
