@@ -63,7 +63,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         except KeyboardInterrupt:
             say(console, f"Interrupted; {_saved(checkpoints)}")
             return INTERRUPTED
-        if wish.signal:
+        if wish.signal and steps[-1].number < options.steps:
             if checkpoints is not None:
                 checkpoints.wait()
             say(console, f"Interrupted after step {steps[-1].number}; {_saved(checkpoints)}")
