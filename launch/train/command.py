@@ -128,7 +128,7 @@ def _check(chosen: dict[str, Any]) -> None:
     if chosen["compare_plain"] and chosen["steps"] <= 2 * COMPARED:
         first, last = COMPARED + 2, 2 * COMPARED + 1
         raise DhelixError(f"--compare_plain runs steps {first} to {last} without passes; give --steps {last} or more")
-    for name in ("resume", "save_every"):
+    for name in ("resume", "auto_resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
     if chosen["resume"] and not Path(chosen["checkpoint_dir"]).is_dir():

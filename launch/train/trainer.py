@@ -204,13 +204,13 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
 
 
 def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
-    """Gives `run` its state: a new one, or, with the option `resume`, the state of the newest checkpoint.
+    """Gives `run` its state: a new one, or, if it resumes, the state of the newest checkpoint.
 
     Raises:
       DhelixError: the checkpoints in the folder do not fit the options.
     """
     latest = None if checkpoints is None else checkpoints.latest_step
-    if checkpoints is not None and run.options.resume:
+    if checkpoints is not None and (run.options.resume or (run.options.auto_resume and latest is not None)):
         run.first, run.state = _restore(run, checkpoints)
         stored = checkpoints.notes(run.first)
         run.first_row = int(stored.get("rows") or run.first * int(stored.get("batch") or run.batch))

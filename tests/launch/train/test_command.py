@@ -82,6 +82,10 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
     assert numbers(rest) == numbers(whole)[2:]
     assert f"resumed from step 2 in {tmp_path / 'run'}" in lines
 
+    shutil.rmtree(tmp_path / "run" / "4")
+    again, _ = train(capsys, *run, "--auto_resume", "--warmup=1")
+    assert numbers(again) == numbers(rest)
+
     # Each of these fails with one clear line and leaves the checkpoints unchanged.
     before = sorted((tmp_path / "run").rglob("*"))
     for arguments, says in (
@@ -126,6 +130,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
         (["--vocab=302"], "vocab = 302 is not divisible by tp = 4"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
+        (["--auto_resume"], "--auto_resume needs --checkpoint_dir"),
         (["--process_id=0"], "has no effect without --distributed"),
         (["corpus.txt"], "'corpus.txt' is not a flag"),
         (["--mesh=pp=2"], "give sizes of the axes dp, cp and tp"),
