@@ -166,6 +166,9 @@ def write_files(
       sizes: the bytes of each tensor, by name.
       values: a tensor's values in one piece of memory.
       file_bytes: the most bytes of tensors in one file. A larger tensor has a file of its own.
+
+    Raises:
+      WeightsError: a file cannot be written.
     """
     groups: list[list[str]] = [[]]
     for name, size in sizes.items():
@@ -175,7 +178,10 @@ def write_files(
     homes = {}
     for number, group in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        save_file({name: values(name) for name in group}, folder / file, {"format": "pt"})
+        try:
+            save_file({name: values(name) for name in group}, folder / file, {"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{folder.parent} cannot be written ({error}); free space, or give another") from None
         homes |= dict.fromkeys(group, file)
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(homes.items()))}

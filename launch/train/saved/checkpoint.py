@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
         self._config = _plain({"config": config, "notes": notes or {}})
         logging.getLogger("absl").addFilter(_is_not_orbax)  # Orbax logs errors of its threads and also raises them
+        sys.unraisablehook = _unraisable
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder,
@@ -147,6 +149,12 @@ class Checkpoints:
                 f"{self.folder / str(step)} was not written by `dhelix train` ({_first_line(error)}); "
                 "give another --checkpoint_dir"
             ) from error
+
+
+def _unraisable(error: Any) -> None:
+    """Python's hook, but silent if Orbax's storage library answers to an event loop that a failed write has closed."""
+    if not (isinstance(error.exc_value, RuntimeError) and "Event loop is closed" in str(error.exc_value)):
+        sys.__unraisablehook__(error)
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:
