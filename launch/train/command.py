@@ -41,6 +41,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix train --help`")
     chosen: dict[str, Any] = values.flag_values_dict()
     _check(chosen)
+    if chosen["init_from"] and values["preset"].present:
+        raise DhelixError("--init_from gives the model; leave --preset out")
     named = {field.name: chosen[field.name] for field in dataclasses.fields(Options) if field.name != "step"}
     options = Options(**named, step=StepOptions(**step_flags.given(chosen)))
     _prepare_devices(chosen)
@@ -73,6 +75,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if chosen["trace"] and not status:
         first, last = traced_steps(options)
         which = f"step {first}" if first == last else f"steps {first} to {last}"
+        if not any(file.stat().st_size for file in Path(chosen["trace"]).rglob("*.xplane.pb")):
+            raise DhelixError(f"the trace of {which} could not be written to {chosen['trace']}; free space there")
         say(console, f"wrote a profiler trace of {which} to {chosen['trace']}")
     if chosen["json"]:
         found = results.results(prepared, steps)
@@ -92,7 +96,7 @@ def _use(run: Run, console: Console) -> None:
         say(console, generate(run, tokenizer, options.generate, options.generate_tokens, options.temperature))
 
 
-_ENDS = "ends after this step; press Ctrl-C again to end at once"
+_ENDS = "ends after this step; another signal ends at once"
 
 
 def _saved(checkpoints: Checkpoints | None) -> str:
@@ -158,7 +162,7 @@ def _prepare_devices(chosen: dict[str, Any]) -> None:
 
 
 def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: Console, verbose: bool) -> list[Step]:
-    board = _board(run) if run.options.tensorboard else contextlib.nullcontext()
+    board = _board(run, console) if run.options.tensorboard else contextlib.nullcontext()
     with board as board, Progress(console, run.first, run.options.steps) as progress:
 
         def show(steps: list[Step]) -> None:
@@ -168,8 +172,9 @@ def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: C
                     say(console, line)
             if board is not None:
                 board.write(step)
-            words = (str(step), *results.speed(run, steps), results.time_left(run, steps))
-            progress.update(step.number, *words, always=step.evaluation is not None or step.skipped)
+            compiled = len(steps) == 1  # the time of the first step says nothing of the others
+            words = () if compiled else (*results.speed(run, steps), results.time_left(run, steps))
+            progress.update(step.number, str(step), *words, always=step.evaluation is not None or step.skipped)
             if len(steps) == 2 * COMPARED + 1 and (gain := results.measured_gain(steps)) is not None:
                 say(console, gain)
 
@@ -181,10 +186,10 @@ def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: C
     return steps
 
 
-def _board(run: Run) -> Any:
+def _board(run: Run, console: Console) -> Any:
     from dhelix.launch.train.watch.tensorboard import TensorBoard  # needs tensorboardX, which others need not have
 
-    return TensorBoard(run.options.tensorboard or "", run)
+    return TensorBoard(run.options.tensorboard or "", run, lambda text: say(console, text))
 
 
 def summary(report: Report, verbose: bool = False) -> list[str]:

@@ -36,11 +36,7 @@ def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature
       DhelixError: the text is empty, or does not fit into a row.
     """
     config = _whole(run.training.config)
-    (prompt,) = tokenizer.encode([text.encode()])
-    if not 1 <= len(prompt) < config.seq:
-        raise DhelixError(
-            f"--generate: {len(prompt)} tokens of text; give 1 or more, and fewer than --seq {config.seq}"
-        )
+    prompt = prompt_of(tokenizer, text, config.seq)
     row = np.zeros((1, config.seq), np.int32)
     row[0, : len(prompt)] = prompt
     params = run.training.to_model_order(run.state).params
@@ -53,6 +49,14 @@ def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature
         row[0, place] = token
         added.append(token)
     return tokenizer.decode([*prompt.tolist(), *added])
+
+
+def prompt_of(tokenizer: Tokenizer, text: str, seq: int) -> np.ndarray:
+    """The tokens of the text. Raises DhelixError if there are none, or if they leave no room in a row."""
+    (prompt,) = tokenizer.encode([text.encode()])
+    if not 1 <= len(prompt) < seq:
+        raise DhelixError(f"--generate: {len(prompt)} tokens of text; give 1 or more, fewer than --seq {seq}")
+    return prompt
 
 
 def _whole(config: DecoderConfig) -> DecoderConfig:

@@ -165,6 +165,11 @@ class Run:
             kept = f"its batch is in {file}"
         except OSError as error:
             kept = f"its batch could not be written to {file} ({error.strerror})"
+        if self.options.on_nan == "stop" and number == self.first + 1:
+            raise DhelixError(
+                f"the loss of step {number} is {loss}, before this run has updated anything; {kept}; parameters are "
+                "not finite, or the batch is to blame: start from another checkpoint"
+            )
         if self.options.on_nan == "stop":
             raise DhelixError(
                 f"the loss of step {number} is {loss}; {kept}; use a smaller --lr than {self.options.lr}, or go on "

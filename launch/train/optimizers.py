@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dhelix.errors import DhelixError
+from dhelix.errors import DhelixError, first_line
 from dhelix.launch.train.options import Options
 
 _USUAL: dict[str, dict[str, Any]] = {
@@ -43,7 +43,10 @@ def optimizer(options: Options) -> optax.GradientTransformation:
 
 
 def learning_rate(options: Options) -> optax.Schedule:
-    """The learning rate by step: a linear warm-up, then the schedule, which ends at `lr_end` x `lr`."""
+    """The learning rate by step, counted from 0: a linear warm-up, then the schedule.
+
+    The first step has a part of `lr` already, and the last one has `lr_end` x `lr`.
+    """
     warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
     left = max(options.steps - warmup, 1)
     if options.decay_steps is not None and options.lr_schedule != "wsd":
@@ -57,7 +60,8 @@ def learning_rate(options: Options) -> optax.Schedule:
         "constant": optax.constant_schedule(lr),
         "wsd": optax.linear_schedule(lr, end, decay, transition_begin=left - decay),
     }
-    return optax.join_schedules([rises, then[options.lr_schedule]], [warmup])
+    joined = optax.join_schedules([rises, then[options.lr_schedule]], [warmup])
+    return lambda step: joined(step + 1)
 
 
 def is_matrix(path: tuple[Any, ...]) -> bool:
@@ -100,9 +104,13 @@ def _named(name: str, text: str, schedule: optax.Schedule) -> optax.GradientTran
     if "mask" in allowed and given.get("weight_decay"):
         given.setdefault("mask", matrices)
     try:
-        return make(schedule, **given)
-    except (TypeError, ValueError) as error:
-        raise DhelixError(f"--optimizer_options {text}: {error}; see Optax's {name}") from None
+        made = make(schedule, **given)
+        example = {"w": jnp.zeros((2, 2))}
+        jax.eval_shape(lambda tree: made.update(tree, made.init(tree), tree), example)
+    except Exception as error:  # of any type: they come from inside Optax
+        why = f"--optimizer_options {text}: " if text else ""
+        raise DhelixError(f"{why}Optax's {name} cannot train this way ({first_line(error)[:200]})") from None
+    return made
 
 
 def _parsed(name: str, text: str, allowed: list[str]) -> dict[str, Any]:
@@ -111,12 +119,13 @@ def _parsed(name: str, text: str, allowed: list[str]) -> dict[str, Any]:
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or key not in allowed:
             raise DhelixError(f"--optimizer_options {part}: {name} takes {', '.join(allowed)}; write b1=0.9,b2=0.95")
+        if key.endswith("dtype"):
+            found[key] = _dtype(part, value)
+            continue
         try:
             found[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[key] = value
-        if key.endswith("dtype"):
-            found[key] = _dtype(part, found[key])
+            raise DhelixError(f"--optimizer_options {part}: give a number, True, False or None") from None
     return found
 
 

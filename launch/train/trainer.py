@@ -20,6 +20,7 @@ from dhelix.launch.train.data.batches import Batches
 from dhelix.launch.train.data.documents import Documents, check_vocabulary
 from dhelix.launch.train.data.rows import Rows
 from dhelix.launch.train.evaluation import documents_of, make_evaluation
+from dhelix.launch.train.generation import prompt_of
 from dhelix.launch.train.loop import Run
 from dhelix.launch.train.meshes.mesh_axes import mesh_axes
 from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelined_step
@@ -89,7 +90,12 @@ def _documents(
 ) -> tuple[Documents, Documents | None]:
     """The documents to train on and to evaluate on, as the options name them."""
     tokenizer = tokenizers.load(weights.tokenizer_of(options), options.end_token)
-    if options.data is None or not token_files.is_one(Path(options.data)):
+    of_tokens = options.data is not None and token_files.is_one(Path(options.data))
+    if options.generate is not None:
+        prompt_of(tokenizer, options.generate, config.seq)  # an error comes before the training
+    if tokenizer.end is None and not of_tokens:
+        say(f"{tokenizer.name} has no end of text, so nothing stands behind documents; --end_token names a token")
+    if options.tokenizer is not None or not of_tokens:
         check_vocabulary(tokenizer.name, tokenizer.vocabulary, config.vocab)
     given = options.text_field, options.token_cache, say
     documents = sources.load(options.data, tokenizer, *given)

@@ -24,7 +24,8 @@ def measured() -> Section:
 @pytest.mark.parametrize("preset", slow_but(["llama-8b"], ["llama-8b", "llama-25b"]))
 def test_every_operator_of_a_tuned_step_was_measured(preset: str, measured: Section) -> None:
     """The target description, the autotuning results and the profile must be replaced together."""
-    options = trainer.Options(preset, layers=4, mesh="tp=4", plain=True)
+    decays_all = "mask=None"  # the measured steps also decayed norms, which one more small kernel updates now
+    options = trainer.Options(preset, layers=4, mesh="tp=4", plain=True, optimizer_options=decays_all)
     devices = deviceless.topology("h200", "1x1x4").devices
     training, batch = trainer.make_training(options, trainer.configuration(options), devices)
     step = trainer.make_step(training, options.plain)

@@ -83,7 +83,8 @@ class Documents:
         Raises:
           DataError: they do not, or it does not.
         """
-        check_vocabulary(self.tokenizer, self.vocabulary, vocabulary)
+        needed = self.vocabulary or (int(self.tokens.max()) + 1 if len(self.tokens) else 0)
+        check_vocabulary(self.tokenizer, needed, vocabulary)
         if self.size < seq + 1:
             raise DataError(
                 f"{self.name} holds {self.size} tokens, but a row of --seq {seq} needs {seq + 1}; give more text with "
@@ -119,8 +120,8 @@ def check_vocabulary(tokenizer: str, needed: int, vocabulary: int) -> None:
     """Raises DataError if a tokenizer has more tokens than the model."""
     if needed > vocabulary:
         raise DataError(
-            f"the model has {vocabulary} tokens, but the tokenizer ({tokenizer}) has {needed}; give --vocab {needed}, "
-            "or another --tokenizer"
+            f"the model has {vocabulary} tokens, but the tokenizer ({tokenizer}) has {needed}; give --vocab "
+            f"{-(-needed // 128) * 128}, or another --tokenizer"
         )
 
 

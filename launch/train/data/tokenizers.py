@@ -88,7 +88,7 @@ class FromFile:
 
 
 def load(path: str | os.PathLike[str] | None, end: str | None = None) -> Tokenizer:
-    """The tokenizer of a file, or of the folder that it is in; bytes if `path` is None.
+    """The tokenizer of a file, or of the folder that it is in; bytes if `path` is None or "bytes".
 
     Args:
       end: the token that ends documents; None: the first known one.
@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str] | None, end: str | None = None) -> Tokeniz
     Raises:
       DataError: the file is missing or no tokenizer, or has no such token.
     """
-    if path is None:
+    if path is None or path == "bytes":
         if end is not None:
             raise DataError("--end_token needs --tokenizer; documents of bytes end with the byte 0")
         return Bytes()

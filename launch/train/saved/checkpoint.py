@@ -180,6 +180,11 @@ def _compare(where: str, stored: Config, expected: Config) -> None:
     stored, expected = _flat(stored), _flat(expected)
     for name in [*expected, *(name for name in stored if name not in expected)]:
         there, here = stored.get(name, "absent"), expected.get(name, "absent")
+        if there != here and name.startswith("opt_state"):
+            raise CheckpointError(
+                f"{where} has the state of another optimizer: its {name} is {there}, and this run's is {here}; give "
+                "--optimizer, --optimizer_options and --clip as it was written, or another --checkpoint_dir"
+            )
         if there != here:
             raise CheckpointError(
                 f"{where} belongs to another model: its {name} is {there}, and this run's is {here}; give the options "

@@ -44,10 +44,17 @@ def configuration(folder: str, **given: Any) -> DecoderConfig:
         found = configs.read_config(folder, **({"param_dtype": "float32"} | given))
     except ValueError as error:
         raise DhelixError(str(error)) from None
-    learned = isinstance(found, GptConfig) and found.positions == "learned"
-    if "seq" not in given and not learned and found.seq > _LONGEST:
+    if _learns_positions(found):
+        rows = configs.read_config(folder).seq
+        if found.seq != rows:
+            raise DhelixError(f"{folder} has a table of {rows} positions, and rows are as long; leave --seq out")
+    elif "seq" not in given and found.seq > _LONGEST:
         return dataclasses.replace(found, seq=_LONGEST)
     return found
+
+
+def _learns_positions(config: DecoderConfig) -> bool:
+    return isinstance(config, GptConfig) and config.positions == "learned"
 
 
 def tokenizer_of(options: Options) -> str | None:
@@ -63,7 +70,7 @@ def tokenizer_of(options: Options) -> str | None:
         return str(own)
     if options.data is not None and token_files.is_one(Path(options.data)):
         return None
-    raise DhelixError(f"{options.init_from} has no tokenizer.json; give --tokenizer, or --data a file of tokens")
+    raise DhelixError(f"{options.init_from} has no tokenizer.json; give --tokenizer a file, or bytes")
 
 
 def load(run: Run) -> None:
@@ -91,9 +98,11 @@ def export(run: Run, folder: str) -> None:
     Raises:
       DhelixError: the folder exists or cannot be written, or transformers has no such model.
     """
-    from dhelix.models.huggingface import weights
+    from dhelix.models.huggingface import configs, weights
 
     config, params = run.training.config, run.training.to_model_order(run.state).params
+    if run.options.init_from is not None and not _learns_positions(config):  # rows may have been shorter in training
+        config = dataclasses.replace(config, seq=max(config.seq, configs.read_config(run.options.init_from).seq))
     if jax.process_count() > 1:
         params = multihost_utils.process_allgather(params, tiled=True)
     if jax.process_index() > 0:

@@ -62,7 +62,7 @@ def measured_gain(steps: Sequence[Step]) -> str | None:
     if not plain or not ours:
         return None
     new, old = (statistics.median(step.seconds for step in some) for some in (ours, plain))
-    counts = f"medians of {len(ours)} and {len(plain)} steps"
+    counts = f"medians of {len(plain)} and {len(ours)} steps"
     return (
         f"measured step time {milliseconds(old)} without passes -> {milliseconds(new)} ({old / new:.2f} x as fast; "
         f"{counts})"

@@ -27,7 +27,8 @@ def tokens(tmp_path: Path) -> str:
 
 
 def run_of(**options: Any) -> loop.Run:
-    run = trainer.prepare(trainer.Options(**{"steps": 1, "microbatches": 2} | options))
+    given: dict[str, Any] = {"steps": 1, "microbatches": 2} | options
+    run = trainer.prepare(trainer.Options(**given))
     trainer.start(run)
     return run
 
