@@ -45,6 +45,11 @@ def test_a_loss_that_is_no_number_stops_the_run_and_its_batch_is_written(tmp_pat
         np.testing.assert_array_equal(kept["tokens"][1], run.batches.row(2 * run.batch + 1)["tokens"])
 
 
+def test_a_first_loss_that_is_no_number_blames_what_was_read(tmp_path: Path) -> None:
+    with pytest.raises(DhelixError, match="before this run has updated anything"):
+        loop.train(fake_run([NAN], checkpoint_dir=str(tmp_path)))
+
+
 def test_steps_that_are_not_finite_are_skipped_if_asked_to(tmp_path: Path) -> None:
     steps = loop.train(fake_run([2.0, NAN, 1.0], on_nan="skip", checkpoint_dir=str(tmp_path)))
     assert [step.skipped for step in steps] == [False, True, False]

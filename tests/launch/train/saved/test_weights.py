@@ -35,10 +35,12 @@ def run_of(**options: Any) -> loop.Run:
 
 @pytest.mark.parametrize("mesh", [{"mesh": "dp=2,tp=2"}, {"mesh": "dp=2,tp=1", "sharding": "fsdp"}])
 def test_what_is_read_is_written_bit_for_bit(mesh: dict[str, Any], tokens: str, tmp_path: Path) -> None:
-    run = run_of(init_from=str(MODELS / "llama"), data=tokens, **mesh)
+    run = run_of(init_from=str(MODELS / "llama"), data=tokens, seq=16, **mesh)
     weights.export(run, str(tmp_path / "out"))
     expected, found = (load_file(folder / "model.safetensors") for folder in (MODELS / "llama", tmp_path / "out"))
     assert expected.keys() == found.keys()
+    fields = [json.loads((folder / "config.json").read_text()) for folder in (MODELS / "llama", tmp_path / "out")]
+    assert len({one["max_position_embeddings"] for one in fields}) == 1, "rows of the run are shorter"
     assert all(expected[name].tobytes() == found[name].tobytes() for name in expected)
 
 
@@ -88,6 +90,8 @@ def test_the_likeliest_tokens_follow(tmp_path: Path) -> None:
         ({"vocab": 64}, "leave --vocab out"),
         ({"data": __file__}, "has no tokenizer.json; give --tokenizer"),
         ({"init_from": "/nowhere"}, "/nowhere"),
+        ({"init_from": str(MODELS / "gpt2"), "seq": 8}, "has a table of 16 positions"),
+        ({"generate": ""}, "0 tokens of text; give 1 or more"),
     ],
 )
 def test_bad_checkpoints_are_refused(options: dict[str, Any], says: str, tokens: str) -> None:

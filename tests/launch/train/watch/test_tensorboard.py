@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.errors import DhelixError
@@ -39,3 +40,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     run = trainer.prepare(trainer.Options(layers=1, seq=16, steps=3, data=__file__))
     with pytest.raises(DhelixError, match="cannot be written"):
         TensorBoard(str(tmp_path / "file"), run)
+
+
+def test_a_full_disk_ends_the_file_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = trainer.prepare(trainer.Options(layers=1, seq=16, steps=3, data=__file__)), list[str]()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with TensorBoard(str(tmp_path), run, said.append) as board:
+        monkeypatch.setattr(EventsWriter, "write_event", full)
+        for number in (1, 2):
+            board.write(loop.Step(number, 2.0, 0.5, 1.0))
+    assert len(said) == 1 and "No space left" in said[0]
