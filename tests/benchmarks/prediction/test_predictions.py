@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dhelix.benchmarks.prediction import predictions
+from dhelix.benchmarks.prediction import unseen
 from dhelix.benchmarks.prediction.predictions import Step, steps_of, table, written
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands.results import Result, Run
@@ -75,7 +75,7 @@ def test_pipelines_have_their_own_program_and_stages(asked: list[Namespace], tmp
 def test_what_ran_under_a_cap_needs_the_costs_of_it(
     asked: list[Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predictions, "_RESULTS", tmp_path)
+    monkeypatch.setattr(unseen, "_RESULTS", tmp_path)
     (tmp_path / "costs_h200x2_channels4").mkdir()
     for channels in (3, 4):
         capped = run(WORKLOAD | {"channels": channels}, Result("connections1", "plain", [100.0]))
@@ -83,6 +83,12 @@ def test_what_ran_under_a_cap_needs_the_costs_of_it(
     (step,) = steps_of([tmp_path / "3.json", tmp_path / "4.json"], tmp_path)
     assert (step.file, step.link) == ("4", "capped NVLink")
     assert asked[0].where == str(tmp_path / "costs_h200x2_channels4")
+
+
+def test_a_limit_on_channels_is_a_link_of_so_many() -> None:
+    """From what was measured under the other limits: about 15 GB/s for each channel."""
+    assert unseen.capped_bandwidth(4) == pytest.approx(60e9, rel=0.1)
+    assert unseen.capped_bandwidth(8) == pytest.approx(2 * unseen.capped_bandwidth(4), rel=0.1)
 
 
 def test_the_table_says_how_far_each_run_is_off(tmp_path: Path) -> None:
