@@ -39,7 +39,6 @@ class Options:
     """
 
     preset: str = "llama-demo"
-    init_from: str | None = None
     layers: int | None = None
     seq: int | None = None
     vocab: int | None = None
@@ -92,6 +91,7 @@ class Options:
     keep: int = 3
     resume: bool = False
     auto_resume: bool = False
+    init_from: str | None = None
     export: str | None = None
     generate: str | None = None
     generate_tokens: int = 64
