@@ -79,15 +79,15 @@ class Hardware:
 SLOW_LINK: Mapping[str, float] = {"compute_rate": 0.9, "communication_rate": 0.8}
 """Rates beside a collective inside a node whose links are slow: it mostly waits for them.
 
-Under 1 to 8 channels over NVLink, H200s had 0.82 to 0.99 and 0.74 to 0.90 for collectives that start first beside
-products and attention (benchmarks/results/costs_h200x2_channels*).
+Under 1 to 8 channels over NVLink, with kernels in launch order, H200s had medians of 0.81 to 0.99 and 0.74 to 0.90 for
+collectives that start first beside products and attention (benchmarks/results/costs_h200x2_channels*).
 """
 
 SYMMETRIC_RATE = 0.75
 """Rate of a collective on symmetric memory beside compute, inside a node: copy engines and these kernels need few SMs.
 
-Without any measured pair, 9 recorded steps with strands are then predicted 0.1 to 2.8 % too fast, and with the 0.3 of
-NCCL's other kernels 2.0 to 6.9 % too slow (docs/results/predictions.md).
+If all pairs are taken out of the profile, 8 recorded steps with strands are then predicted 0.1 to 2.8 % too fast, and
+with the 0.3 of NCCL's other kernels 2.0 to 6.9 % too slow.
 """
 
 

@@ -179,10 +179,9 @@ def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: C
                 say(console, gain)
 
         steps = loop.train(run, checkpoints, show, wish.wished)
-    if not steps:
-        return steps
-    milliseconds = 1e3 * results.step_seconds(steps)
-    say(console, f"median step {milliseconds:,.0f} ms, {', '.join(results.speed(run, steps))}")
+    if len(steps) > 1:  # the first one compiles
+        milliseconds = 1e3 * results.step_seconds(steps)
+        say(console, f"median step {milliseconds:,.0f} ms, {', '.join(results.speed(run, steps))}")
     return steps
 
 

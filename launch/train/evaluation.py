@@ -1,6 +1,6 @@
 """The loss of documents that are not trained on.
 
-    evaluate = make_evaluation(options, config, training, rows)
+    evaluate = make_evaluation(options, training, rows, batch)
     evaluate(state)                              mean loss of the first `eval_batches` batches, in nats per token
 
 The batches are the same each time, in the order of the documents. The z-loss does not count, and with experts, neither

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -288,4 +287,4 @@ def train(
 
 def exit_status(number: int) -> int:
     """The exit status of a program that ended because of this signal: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + number if os.name == "posix" else 1
+    return 128 + number

@@ -259,7 +259,8 @@ def identity(run: Run) -> dict[str, Any]:
     """The part of the configuration that must be equal in a checkpoint and in the run that resumes from it."""
     config = run.training.config
     fields = [name for kind, names in _MODEL_FIELDS.items() if isinstance(config, kind) for name in names]
-    return {"model": {name: getattr(config, name) for name in (*config.sizes_of_ends, *fields)}}
+    values = dataclasses.asdict(config)
+    return {"model": {name: values[name] for name in (*config.sizes_of_ends, *fields)}}
 
 
 def notes(run: Run) -> dict[str, Any]:

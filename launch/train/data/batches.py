@@ -46,7 +46,7 @@ class Batches:
         """Number of batches of an epoch."""
         return len(self.rows) / self.batch
 
-    @cached_property
+    @property
     def _shape(self) -> tuple[int, int]:
         return self.batch, self.rows.seq + 1
 

@@ -100,6 +100,12 @@ def test_bad_checkpoints_are_refused(options: dict[str, Any], says: str, tokens:
         trainer.prepare(dataclasses.replace(given, **options))
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama", "mixtral", "phimoe", "tied"])
+def test_what_a_checkpoint_says_of_a_model_is_json(model: str, tokens: str) -> None:
+    run = trainer.prepare(trainer.Options(init_from=str(MODELS / model), data=tokens, microbatches=2, mesh="dp=2,tp=1"))
+    assert json.loads(json.dumps(trainer.identity(run)))["model"]["hidden"] == run.training.config.hidden
+
+
 def test_a_state_keeps_its_shardings(tokens: str) -> None:
     run = run_of(init_from=str(MODELS / "llama"), data=tokens, mesh="dp=2,tp=2", states="zero3")
     expected = run.training.state_shardings
