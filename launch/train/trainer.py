@@ -101,6 +101,8 @@ def _documents(
     documents = sources.load(options.data, tokenizer, *given)
     other = None if options.eval_data is None else sources.load(options.eval_data, tokenizer, *given)
     documents, other = documents_of(options, documents, other)
+    if other is not None:
+        say(f"evaluation: {other.name}, {len(other):,} document{'s' * (len(other) > 1)}, {other.size:,} tokens")
     for one in filter(None, (documents, other)):
         one.check(config.seq, config.vocab)
     return documents, other
