@@ -45,7 +45,7 @@ class Step:
     Attributes:
       number: the step's number, counted from 1.
       loss: mean loss, in nats per token.
-      seconds: how long the step took.
+      seconds: how long the step took, until its results and the next batch were there.
       metrics: the step's other metrics by name. For a model with experts, `dropped` is the fraction of the experts'
         choices that were dropped.
       evaluation: loss of the documents for evaluation after this step; None if it was not evaluated.
@@ -127,13 +127,15 @@ class Run:
             had to be skipped.
         """
         skipped, batches = 0, self.batches.after(self.first_row)
+        following = next(batches)
         for number in range(self.first, self.options.steps):
-            batch = next(batches)
+            batch, last = following, number + 1 == self.options.steps
             begun = time.perf_counter()
             plain = self.plain_step is not None and COMPARED < number - self.first <= 2 * COMPARED
             step = self.plain_step if plain and self.plain_step else self.step
             with self._recorded(number):
                 self.state, metrics = step(self.state, batch)
+                following = batch if last else next(batches)  # read and placed while the devices compute
                 others = {name: float(value) for name, value in metrics.items()}
                 loss, grad_norm = others.pop("loss"), others.pop("grad_norm")
             seconds = time.perf_counter() - begun
@@ -141,7 +143,6 @@ class Run:
             if not finite:
                 self._lost(number + 1, loss, batch, skipped)
             skipped = 0 if finite else skipped + 1
-            last = number + 1 == self.options.steps
             due = self.options.eval_every is not None and (last or (number + 1) % self.options.eval_every == 0)
             evaluation = self.evaluate(self.state) if due and self.evaluate is not None else None
             yield Step(number + 1, loss, grad_norm, seconds, others, evaluation, plain, not finite)
