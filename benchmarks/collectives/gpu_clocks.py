@@ -6,10 +6,13 @@
         state = clocks.between(start, time.perf_counter())     # State(mhz=1755.0, watts=688.0), None without samples
 
 `nvidia-smi` runs as a separate process and samples GPU 0 every 50 ms. Without `nvidia-smi`, nothing is recorded.
+`joules()` reads the energy counter of GPU 0, which the driver renews some ten times a second.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import shutil
 import statistics
 import subprocess
@@ -68,3 +71,27 @@ class Clocks:
         if not found:
             return None
         return State(statistics.median(s.mhz for s in found), statistics.median(s.watts for s in found))
+
+
+def joules() -> float | None:
+    """The energy that GPU 0 has taken since its driver was loaded; None without NVIDIA's management library."""
+    found = _management()
+    if found is None:
+        return None
+    library, gpu = found
+    millijoules = ctypes.c_ulonglong()
+    failed = library.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(millijoules))
+    return None if failed else millijoules.value / 1e3
+
+
+@functools.cache
+def _management() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """NVIDIA's management library, and its handle of GPU 0."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    gpu = ctypes.c_void_p()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)):
+        return None
+    return library, gpu

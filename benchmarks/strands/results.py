@@ -41,6 +41,7 @@ class Result:
       copies_ms: time in which copies run that are not communication.
       failed: why there are no times.
       mhz, watts: clock of the SMs and power of GPU 0 in each timed step.
+      joules: energy of GPU 0 for a step, the mean of each turn.
     """
 
     setting: str
@@ -64,6 +65,7 @@ class Result:
     mhz: list[float] = field(default_factory=list)
     watts: list[float] = field(default_factory=list)
     dropped: list[float] = field(default_factory=list)
+    joules: list[float] = field(default_factory=list)
 
     @property
     def kind(self) -> str:

@@ -134,7 +134,7 @@ def _steps(group: Group) -> str:
         ))  # fmt: skip
     heads = (
         "setting | program | step ms (fastest-slowest) | speed-up over XLA's best | net hidden | tokens/s | MFU "
-        "| peak GiB (x plain) | predicted ms (error) | loss differs by | SM clock, power"
+        "| peak GiB (x plain) | predicted ms (error) | loss differs by | SM clock, power, energy of a step"
     )
     return _table(heads, rows)
 
@@ -188,7 +188,8 @@ def _predicted(result: Result) -> str:
 def _power(result: Result) -> str:
     if not result.mhz:
         return ""
-    return f"{statistics.median(result.mhz):.0f} MHz, {statistics.median(result.watts):.0f} W"
+    energy = f", {statistics.median(result.joules):.0f} J" if result.joules else ""
+    return f"{statistics.median(result.mhz):.0f} MHz, {statistics.median(result.watts):.0f} W{energy}"
 
 
 def _percent(value: float | None) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 from dhelix import strand_interleave
-from dhelix.benchmarks.collectives.gpu_clocks import Clocks
+from dhelix.benchmarks.collectives.gpu_clocks import Clocks, joules
 from dhelix.benchmarks.prediction.unseen import capped_bandwidth, unseen
 from dhelix.benchmarks.strands.processes import end_part
 from dhelix.benchmarks.strands.results import Result, Run
@@ -236,8 +236,12 @@ class Worker:
                         training, state = self.training_of(program.variant), None  # frees the old state first
                         state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
                         jax.block_until_ready((state, batches))  # keeps their time out of the first step
+                    before = joules()
                     for batch in batches:
                         state = timed(program, clocks, state, batch)
+                    after = joules()
+                    if before is not None and after is not None and batches:
+                        program.result.joules.append((after - before) / len(batches))
                 self.save()
                 if self.late(0.6):
                     self.run.dropped.append(f"setting {self.setting.name}: {turn + 1} of {self.options.rounds} rounds")
