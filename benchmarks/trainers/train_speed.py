@@ -73,8 +73,8 @@ def main() -> None:
             own = environment(SETTINGS[CASES[name].setting], Path(folder))
             failed = subprocess.run(command, env=own).returncode
             found[name] = {"failed": failed} if failed else json.loads(part.read_text())
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(summary(found))
+        options.out.write_text(json.dumps({"rows": rows(found), "cases": found}, indent=1) + "\n")
+    print(json.dumps(rows(found), indent=1))
 
 
 def measured(case: Case, steps: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
     from dhelix.launch import cli
     from dhelix.launch.train import loop
 
-    original, times = loop.train, dict[str, list[float]]()
+    original, times, tokens = loop.train, dict[str, list[float]](), list[int]()
 
     def train(run: loop.Run, checkpoints: Any, on_step: Callable[[list[loop.Step]], None], wished: Any) -> Any:
         ends: list[float] = []
@@ -91,6 +91,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
             on_step(done)
             ends.append(time.perf_counter())
 
+        tokens.append(run.tokens_per_step)
         batch = next(run.batches.after(0))
         times["step"] = seconds(run, run.step, batch, steps // 2)
         results = original(run, checkpoints, shown, wished)
@@ -109,7 +110,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
                 raise
     from dhelix.runtime.profiling.provenance import provenance
 
-    return {"provenance": dataclasses.asdict(provenance()), "flags": case.flags, "seconds": times}
+    return {"provenance": dataclasses.asdict(provenance()), "flags": case.flags, "tokens": tokens[0], "seconds": times}
 
 
 def seconds(run: Any, step: Any, batch: Any, count: int) -> list[float]:
@@ -150,12 +151,23 @@ def documents(several: bool, size: int = 4_000_000, vocabulary: int = 256) -> Do
     return Documents("random", tokens, starts, stops, vocabulary, "random")
 
 
-def summary(found: dict[str, Any]) -> str:
-    rows = []
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Medians of each case that ran, for a table."""
+    made = []
     for name, case in found.items():
-        medians = {what: 1e3 * statistics.median(times) for what, times in case.get("seconds", {}).items()}
-        rows.append(f"{name}: " + ", ".join(f"{what} {value:.1f} ms" for what, value in medians.items()))
-    return "\n".join(rows)
+        if "seconds" not in case:
+            continue
+        step, train, benchmark = (1e3 * statistics.median(case["seconds"][k]) for k in ("step", "train", "benchmark"))
+        made.append({
+            "case": name,
+            "timed steps": ", ".join(str(len(times)) for times in case["seconds"].values()),
+            "step alone, ms": round(step, 1),
+            "dhelix train, ms": round(train, 1),
+            "the benchmark's step, ms": round(benchmark, 1),
+            "train over its step": f"{train / step:.3f}",
+            "tokens/s of dhelix train": round(1e3 * case["tokens"] / train),
+        })  # fmt: skip
+    return made
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ larger chunks. Equal results give equal bytes.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dhelix.launch.shown import figures
 from dhelix.launch.shown.figures import ALPHA, BETA, GREY, INK
 
 _MOST = 4  # panels: the longest overlaps of a step
+_TITLE = 44  # characters of a line above a panel
 _LINES = (("communication", BETA, "-"), ("computation", ALPHA, "-"), ("whole", INK, ":"))
 _WORDS = {"communication": "collectives", "computation": "computation", "whole": "both together"}
 
@@ -68,7 +70,8 @@ def _draw(axis: Any, body: Mapping[str, Any]) -> None:
     axis.set_xticks(ticks, [str(n) for n in ticks])
     axis.minorticks_off()
     axis.set_ylim(bottom=0.0)
-    axis.set_title(f"{body['name']}, {body['runs']} x a step", loc="left", fontsize=9)
+    title = textwrap.fill(f"{body['name']}, {body['runs']} x a step", _TITLE)
+    axis.set_title(title, loc="left", fontsize=9)
     axis.set_xlabel("channels of each collective", color=GREY)
     axis.set_ylabel("milliseconds", color=GREY)
     for side in ("top", "right"):

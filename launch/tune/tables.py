@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.shown.progress import say
+from dhelix.launch.tune.process_search import FASTER
 from dhelix.passes.framework.units import milliseconds
 from dhelix.runtime.tuning.step_search import ALONE, DEFAULTS, TUNED, UNIFORM
 
@@ -47,9 +48,9 @@ def gains(rows: Sequence[Row]) -> tuple[float, float]:
 
     Both are ratios of a step's time. The base is NCCL's defaults under the first launch setting.
     """
-    base = rows[0].seconds[DEFAULTS]
-    process = min(row.seconds[name] for row in rows for name in (DEFAULTS, UNIFORM) if name in row.seconds)
-    return base / process, process / min(min(row.seconds.values()) for row in rows)
+    base, best = rows[0].seconds[DEFAULTS], fastest(rows).seconds
+    process = min(best[name] for name in (DEFAULTS, UNIFORM) if name in best)
+    return base / process, process / min(best.values())
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
@@ -81,8 +82,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def fastest(rows: Sequence[Row]) -> Row:
-    """The row with the least time of a step."""
-    return min(rows, key=lambda row: min(row.seconds.values()))
+    """The row with the least time of a step. Of rows that are as fast but for chance, the one with fewest variables."""
+    least = min(min(row.seconds.values()) for row in rows)
+    near = [row for row in rows if min(row.seconds.values()) * (1.0 - FASTER) <= least]
+    return min(near, key=lambda row: (len(row.environment), min(row.seconds.values())))
 
 
 def drawn(rows: Sequence[Row]) -> Row:

@@ -137,7 +137,9 @@ class StepTrials:
         return ""
 
     def bodies(self) -> tuple[Body, ...]:
-        """The overlaps of the step that are worth tuning."""
+        """The overlaps of the step that are worth tuning; none if NCCL asks no plugin, as with symmetric memory."""
+        if not agreement.largest("see whether NCCL asks", int(bool(self.asked))):
+            return ()
         return bodies_of(self.module, self._target, self._trace({}), runs_of(self.module))
 
     def times(self, bodies: Sequence[Body], settings: StepSettings) -> StepTimes:
