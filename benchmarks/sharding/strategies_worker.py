@@ -94,7 +94,8 @@ class StrategiesWorker(Worker):
         found = plan_sharding(
             training.train_step, *example, microbatches=microbatches, profile=self.setting.costs().profile
         )
-        times = {_named(c): round(1e3 * c.times.step, 2) for c in found.planned.candidates}
+        compiled = found.planned.compiled
+        times = {_named(c): round(1e3 * compiled.get(c.factors, c.times.step), 2) for c in found.planned.candidates}
         chosen = _named(found.planned.best)
         self.say(f"M {microbatches}: planned {chosen} of {times}")
         return {"chosen": chosen, "expected_ms": times}

@@ -95,7 +95,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
         batch = next(run.batches.after(0))
         times["step"] = seconds(run, run.step, batch, steps // 2)
         results = original(run, checkpoints, shown, wished)
-        times["train"] = list(np.diff(ends))[4:]
+        times["train"] = np.diff(ends)[4:].tolist()
         times["step"] += seconds(run, run.step, batch, steps // 2)
         times["benchmark"] = benchmark(run, steps // 2)
         return results

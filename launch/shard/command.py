@@ -81,7 +81,7 @@ def view_of(chosen: dict[str, Any]) -> ShardView:
         return _of_groups(task, chosen)
     planned = plan(task.job, task.mesh, task.times, task.limit, task.overlap, objective, task.choices)
     if here is not None:
-        task = live.noted(task, planned, here)
+        task, planned = live.compared(task, planned, here, chosen)
     shown = planned.best
     if chosen["factors"]:
         factors = factors_of(chosen["factors"], task.mesh)

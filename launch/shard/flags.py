@@ -24,7 +24,7 @@ WITHOUT_LIVE = (
 """Flags that describe what `--live` takes from the step."""
 ONLY_LIVE = (
     "preset", "dtype", "remat", "unrolled", "capacity", "mesh", "context", "sharding", "states", "pp", "pipeline",
-    "states_group", "chunks_per_stage", "sends_beside",
+    "states_group", "chunks_per_stage", "sends_beside", "compare",
 )  # fmt: skip
 """Flags of `dhelix train` that have an effect with `--live` alone."""
 
@@ -54,6 +54,11 @@ def define_flags(values: flags.FlagValues) -> None:
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, flag_values=values)
     switch("live", False, "plan for the step of `dhelix train` that --preset, --mesh and its other flags describe")
+    switch(
+        "compare",
+        True,
+        "with --live: compile choices whose times are within 10 % as they would run, and let their programs decide",
+    )
     choice("model", None, list(PRESETS), "model to shard")
     number("layers", None, "number of layers (default: the model's)")
     choice("cluster", None, list(clusters.ALL), "cluster of a paper, instead of --hardware")
@@ -102,7 +107,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define_json(values)
     of_step = flags.FlagValues()
     step_flags.define(of_step, None, "4 GPUs, on dp")
-    for name in ONLY_LIVE:
+    for name in (name for name in ONLY_LIVE if name != "compare"):
         of_step[name].help = f"with --live: {of_step[name].help}"
         values[name] = of_step[name]
 

@@ -21,7 +21,7 @@ from dhelix.launch.shard.job import Task
 from dhelix.launch.train import step_flags, trainer
 from dhelix.launch.train.options import Options
 from dhelix.passes.evaluation.costs import CostModel
-from dhelix.passes.sharding.planner import Planned
+from dhelix.passes.sharding.planner import OBJECTIVES, Planned
 from dhelix.passes.sharding.sizes import Batch
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import LINKS, describe, gpu_name
@@ -66,9 +66,19 @@ def task_of(chosen: Mapping[str, Any]) -> tuple[Task, AtHand]:
     return task, here
 
 
-def noted(task: Task, planned: Planned, here: AtHand) -> Task:
-    """`task` with a line about what another mesh would gain."""
-    return dataclasses.replace(task, notes=(*task.notes, *live_plan.better_elsewhere(planned, here)))
+def compared(task: Task, planned: Planned, here: AtHand, chosen: Mapping[str, Any]) -> tuple[Task, Planned]:
+    """The result after a comparison of the closest candidates by their programs, with lines about that and about what
+    another mesh would gain. The ticks of a pipeline wait for all collectives, so formulas suffice there.
+    """
+    lines: tuple[str, ...] = ()
+    if chosen["compare"] and chosen["pp"] == 1 and chosen["objective"] == OBJECTIVES[0]:
+        options = _options(chosen)
+        config = trainer.configuration(options)
+        training, rows = trainer.make_training(options, config, _devices(options, chosen["hardware"]))
+        example = training.abstract_state(), training.abstract_batch(rows)
+        step = trainer.make_step(training, plain=False, options=options.step)
+        planned, lines = live_plan.compared(planned, here, step, example)
+    return dataclasses.replace(task, notes=(*task.notes, *lines, *live_plan.better_elsewhere(planned, here))), planned
 
 
 def _options(chosen: Mapping[str, Any]) -> Options:

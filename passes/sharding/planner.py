@@ -16,7 +16,7 @@ memory is taken.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dhelix.passes.sharding import memory as memories
 from dhelix.passes.sharding.collective_times import CollectiveTimes
@@ -61,6 +61,7 @@ class Planned:
       best: the chosen candidate.
       candidates: all that fit, the fastest first.
       rejected: all that do not fit, those with the least memory first.
+      compiled: seconds of a step by the programs of the closest candidates, if these decided (`planning/finalists.py`).
     """
 
     job: Job
@@ -69,6 +70,7 @@ class Planned:
     best: Candidate
     candidates: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
+    compiled: Mapping[Factors, float] = field(default_factory=dict)
 
     @property
     def alternatives(self) -> tuple[Candidate, ...]:
@@ -80,6 +82,9 @@ class Planned:
         over = candidate.memory.total - self.limit
         if over > 0.0:
             return f"needs {in_words(over)} more than there are"
+        if candidate.factors in self.compiled and self.best.factors in self.compiled:
+            slower = self.compiled[candidate.factors] / self.compiled[self.best.factors] - 1.0
+            return f"{slower:.1%} longer, compiled as it would run"
         lost = candidate.value(self.objective) - self.best.value(self.objective)
         more = candidate.memory.total - self.best.memory.total
         if abs(lost) <= TIE * self.best.value(self.objective):

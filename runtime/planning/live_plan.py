@@ -13,6 +13,8 @@ The plain step is compiled once. Where each number comes from:
     collectives            the profile of its GPUs (`collective_times.py`)
     type of sums           the reductions of the plain step (`summed_bytes`)
     compute of a layer     in proportion to its parameters: a guess
+
+Candidates that these numbers cannot tell apart are compiled as they would run (`finalists.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.profile import Section
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
+from dhelix.runtime.planning.finalists import by_programs, finalists, near
 from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments, summed_bytes
 from dhelix.runtime.sharding.placed_states import without_axes
 from dhelix.runtime.sharding.state_plan import StatePlan
@@ -75,6 +78,8 @@ class AtHand:
       limit: bytes of memory of a GPU that may be used.
       notes: what is measured, scaled and guessed.
       groups: the groups of parameters that choose factors of their own, and the others; empty if all have the same.
+      states: numbers of the step's arguments (leaves, in order) that are states.
+      target: the GPUs and the costs of operators.
     """
 
     job: Job
@@ -90,6 +95,8 @@ class AtHand:
     limit: float
     notes: tuple[str, ...]
     groups: tuple[ParameterGroup, ...] = ()
+    states: frozenset[int] = frozenset()
+    target: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ def plan_sharding(
     memory: int | str | None = None,
     profile: Any = AUTO,
     groups: str | Sequence[str] = (),
+    compare: bool = True,
 ) -> PlannedStates:
     """Plans how the states of a train step are sharded, over the mesh that its arguments are on.
 
@@ -154,6 +162,8 @@ def plan_sharding(
       profile: "auto", the file of a profile, or None for times from bandwidths, as for `strand_interleave`.
       groups: keys of groups of parameters that choose factors of their own, such as ("embedding", "lora_*"): parts of
         their paths, as for `sharding_plan`. All other parameters are a group, too.
+      compare: whether candidates whose times are within 10 % are compiled as they would run, and their programs decide.
+        This takes as long as compiling the step some times. It is not done for `groups`.
 
     Returns:
       The plan with the least exposed communication that fits, among those that the mesh carries out. With `groups`,
@@ -169,9 +179,19 @@ def plan_sharding(
         of_groups = plan_groups(here.job, here.groups, here.times, here.limit, here.overlap)
         return PlannedStates(of_groups.plan(names), of_groups.alike, here, here.notes, of_groups)
     found = plan(here.job, here.mesh, here.times, here.limit, here.overlap, choices=here.choices)
+    found, lines = compared(found, here, step, args) if compare else (found, ())
     better = better_elsewhere(found, here)
     section = ShardingPlan(found.best.factors, _INSIDE, axes=names)
-    return PlannedStates(section, found, here, (*here.notes, *better))
+    return PlannedStates(section, found, here, (*here.notes, *lines, *better))
+
+
+def compared(
+    found: Planned, here: AtHand, step: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Planned, tuple[str, ...]]:
+    """The planner's result after a comparison of its closest candidates by their programs, and a line about it."""
+    if here.target is None or not (closest := near(found)):
+        return found, ()
+    return by_programs(found, finalists(step, args, here.states, here.axes, closest, here.target))
 
 
 def keys_of(groups: Any) -> tuple[str, ...]:
@@ -257,7 +277,7 @@ def at_hand(
     of_groups = tuple(part_of(job, sizes, factor, kept, choices) for sizes, kept in found.parts)
     return AtHand(
         job, factor, axes, choices, hardware, target.link, setting, times,
-        source, overlap.on(hardware, section), limit, notes, of_groups,
+        source, overlap.on(hardware, section), limit, notes, of_groups, found.states, target,
     )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def plan_of(microbatches: int) -> PlannedStates:
     optimizer = optax.adamw(1e-3)
     state, words = arguments(optimizer, dhelix.deviceless.mesh({"dp": 8}))
     step = strand_interleave(step_of(optimizer), microbatches=microbatches, donate_argnums=0)
-    return dhelix.plan_sharding(step, state, words, memory=10**9)
+    return dhelix.plan_sharding(step, state, words, memory=10**9, compare=False)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_gradients_are_summed_in_the_type_that_the_compiler_chose(dtype: Any, wi
 
     on = dhelix.deviceless.mesh({"dp": 4, "tp": 1}, "h200")
     args = arguments(optax.sgd(1e-3), on)
-    found = dhelix.plan_sharding(step, *((args[0][0],), args[1]))
+    found = dhelix.plan_sharding(step, *((args[0][0],), args[1]), compare=False)
     assert found.at_hand.job.kept.moved_gradient == width
 
 
@@ -192,7 +192,7 @@ def test_a_step_with_a_shard_map_is_planned() -> None:
         updates, opt_state = optimizer.update(gradients, state[1], state[0])
         return optax.apply_updates(state[0], updates), opt_state
 
-    found = dhelix.plan_sharding(step, *arguments(optimizer, on))
+    found = dhelix.plan_sharding(step, *arguments(optimizer, on), compare=False)
     assert {factors.strategy for factors in found.at_hand.choices} == {"dp", "zero1", "zero2", "fsdp"}
 
 
