@@ -239,14 +239,20 @@ def compiled(step: InterleavedStep, args: Sequence[Any], system: System, model: 
     Raises:
       DhelixError: a pass cannot run at all.
     """
-    passes = _passes(system, model, step.options)
+    passes = passes_of(system, model, step.options)
     changed = step.but(passes=passes)
     found = deviceless.compile(changed.lower(*args))
-    notes = _notes(changed.outcomes(*args)) if passes else ()
+    notes = notes_of(changed.outcomes(*args)) if passes else ()
     return CompiledStep(compiled_module(found), memory_need.of_compiled(found).total, notes)
 
 
-def _passes(system: System, model: CostModel, given: StepOptions) -> tuple[Pass, ...]:
+def passes_of(system: System, model: CostModel, given: StepOptions) -> tuple[Pass, ...]:
+    """The passes of a way to run a step.
+
+    Args:
+      model: costs of the cluster, with which orders are searched.
+      given: options of the step. With a pipeline, its executor makes the strands.
+    """
     if system.plain:
         return ()
     if system.name == "megatron":
@@ -258,7 +264,7 @@ def _passes(system: System, model: CostModel, given: StepOptions) -> tuple[Pass,
     return tuple(one for one in passes if given.pipeline is None or one.stage is not Stage.LOWERED)
 
 
-def _notes(report: Report) -> tuple[str, ...]:
+def notes_of(report: Report) -> tuple[str, ...]:
     """One sentence for each pass that wanted to change the step and did not."""
     failed = (one for one in report if one.outcome not in (CHANGED, UNCHANGED))
     return tuple(f"{one.name}: {'; '.join(one.summary)}" for one in failed)
