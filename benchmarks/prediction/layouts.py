@@ -32,7 +32,7 @@ from typing import Any
 from dhelix.benchmarks.prediction.layout_programs import CLUSTERS, MODELS, SETTINGS, Program, chosen, costs_of
 
 WARM_UP = 2
-GRACE_S = 15.0  # time beyond a link's budget after which its process is ended
+GRACE_S = 25.0  # for a process to start, and for a step that takes longer than expected; then it is ended
 
 
 # --- Predicting.
@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace) -> None:
     links, end = [options.link] if options.link else list(SETTINGS), time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory() as folder:
         for number, link in enumerate(links):
-            budget = (end - time.monotonic()) / (len(links) - number) - GRACE_S / 2
+            budget = (end - time.monotonic()) / (len(links) - number) - GRACE_S
             environment = processes.environment(variants.SETTINGS[SETTINGS[link]], Path(folder))
             if options.tiny:
                 flags = f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
