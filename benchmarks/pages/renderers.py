@@ -26,6 +26,7 @@ from dhelix.benchmarks.pages.markdown import table
 from dhelix.benchmarks.pipeline import memory as pipeline_memory_study
 from dhelix.benchmarks.pipeline import tables as pipeline_tables
 from dhelix.benchmarks.prediction import held_out as held_out_study
+from dhelix.benchmarks.prediction import layout_tables as layout_study
 from dhelix.benchmarks.prediction import papers as papers_study
 from dhelix.benchmarks.prediction import predictions as prediction_study
 from dhelix.benchmarks.prediction import volumes as volumes_study
@@ -171,6 +172,11 @@ def published(paths: Sequence[Path]) -> str:
     for title, rows in others.items():
         parts.append(f"**{title}.**\n\n{table(list(rows[0]), [[cell(v) for v in row.values()] for row in rows])}")
     return "\n\n".join(parts)
+
+
+def layouts(paths: Sequence[Path]) -> str:
+    """Layouts of two GPUs, predicted, and measured if they were."""
+    return layout_study.tables(paths)
 
 
 def agreement(paths: Sequence[Path]) -> str:
