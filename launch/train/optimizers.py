@@ -37,8 +37,8 @@ def optimizer(options: Options) -> optax.GradientTransformation:
       DhelixError: Optax has no such optimizer, or the optimizer does not take an option.
     """
     made = _named(options.optimizer, options.optimizer_options or "", learning_rate(options))
-    if options.clip:
-        made = optax.chain(optax.clip_by_global_norm(options.clip), made)
+    clip = optax.clip_by_global_norm(options.clip) if options.clip else optax.identity()
+    made = optax.chain(clip, made)  # the state has the same form for any clip, so that a resumed run may change it
     return skipping(made) if options.on_nan == "skip" else made
 
 
@@ -47,11 +47,11 @@ def learning_rate(options: Options) -> optax.Schedule:
 
     The first step has a part of `lr` already, and the last one has `lr_end` x `lr`.
     """
-    warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
+    warmup = warmup_steps(options)
     left = max(options.steps - warmup, 1)
     if options.decay_steps is not None and options.lr_schedule != "wsd":
         raise DhelixError(f"--decay_steps is for --lr_schedule wsd; with {options.lr_schedule}, leave it out")
-    decay = min(options.decay_steps or max(1, options.steps // 5), left)
+    decay = min(decay_steps(options) or 1, left)
     lr, end = options.lr, options.lr * options.lr_end
     rises = optax.linear_schedule(0.0, lr, warmup)
     then: dict[str, optax.Schedule] = {
@@ -62,6 +62,24 @@ def learning_rate(options: Options) -> optax.Schedule:
     }
     joined = optax.join_schedules([rises, then[options.lr_schedule]], [warmup])
     return lambda step: joined(step + 1)
+
+
+def warmup_steps(options: Options) -> int:
+    """The steps of the warm-up: the given number, or a tenth of all, at most 100."""
+    return options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
+
+
+def decay_steps(options: Options) -> int | None:
+    """The steps at the end over which `wsd` decays; None: another schedule, which decays all the time."""
+    return (options.decay_steps or max(1, options.steps // 5)) if options.lr_schedule == "wsd" else None
+
+
+def values_in_words(options: Options) -> str:
+    """The values of the optimizer that are not Optax's defaults, in the order of their names: b2=0.95,..."""
+    parts = (part.partition("=") for part in (options.optimizer_options or "").split(",") if part.strip())
+    given = {name.strip(): value.strip() for name, _, value in parts}
+    values = {name: str(value) for name, value in _USUAL.get(options.optimizer, {}).items()} | given
+    return ",".join(f"{name}={value}" for name, value in sorted(values.items()))
 
 
 def is_matrix(path: tuple[Any, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -55,6 +56,11 @@ def test_options_of_an_optimizer() -> None:
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(DhelixError, match=says):
         optimizers.optimizer(Options(**options))
+
+
+def test_the_state_has_the_same_form_for_any_clip() -> None:
+    forms = [jax.tree.structure(optimizers.optimizer(Options(clip=clip)).init(PARAMS)) for clip in (0.0, 1.0)]
+    assert forms[0] == forms[1]
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
