@@ -82,6 +82,14 @@ class Training:
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         return jax.tree.map(_with_sharding, shapes, self.state_shardings)
 
+    def from_checkpoint(self, state: TrainState) -> TrainState:
+        """A state in the model's order as the train step takes it, in its order and with its shardings.
+
+        Another sharding would compile the step again. Rows and columns that Adafactor keeps of layers are replicated,
+        but `from_model_order` splits all that belongs to layers.
+        """
+        return jax.device_put(self.from_model_order(state), self.state_shardings)
+
     def abstract_batch(self, batch: int, seq: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch as `jax.ShapeDtypeStruct`s with shardings, `[batch, seq + 1]`.
 

@@ -165,3 +165,16 @@ def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> 
     step = trainer.make_step(training, False, StepOptions(plan=plan))
     report = step.preview(training.abstract_state(), training.abstract_batch(6))
     assert "gradient-reduction" not in [entry.name for entry in report]
+
+
+def test_a_checkpoint_of_adafactor_gets_the_shardings_of_the_step() -> None:
+    """Else the second step would be compiled again, and on CPU devices its collectives may wait for one another."""
+    given = trainer.Options(layers=4, seq=16, pp=2, mesh="dp=1,tp=2", optimizer="adafactor", data=__file__)
+    training = trainer.prepare(given).training
+    saved = jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+        training.to_model_order(training.abstract_state()),
+    )
+    state = training.from_checkpoint(saved)
+    same = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), state, training.state_shardings)
+    assert all(jax.tree.leaves(same))
