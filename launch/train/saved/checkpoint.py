@@ -6,6 +6,7 @@ array types with those of the run, and then reads the arrays.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from dhelix.errors import DhelixError
 
@@ -102,15 +105,60 @@ class Checkpoints:
         with self._writing():
             self._manager.wait_until_finished()
 
+    def name(self, step: int) -> str:
+        """What messages call a checkpoint."""
+        return f"the checkpoint of step {step} in {self.folder}"
+
     def notes(self, step: int) -> Config:
         """The notes that were stored with the checkpoint of `step`."""
         return self._run(step)["notes"]
 
-    def restore(self, abstract_state: Any) -> tuple[int, Any]:
-        """Reads the newest checkpoint.
+    def chosen(self, step: int | None = None) -> int:
+        """The step of the checkpoint to read: `step`, or the newest one. Raises CheckpointError if there is none."""
+        steps = sorted(self._manager.all_steps())
+        if not steps:
+            raise CheckpointError(f"no checkpoint in {self.folder}; leave out --resume to start a new run")
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {self.folder}; give --resume_step one of {', '.join(map(str, steps))}"
+            )
+        return steps[-1] if step is None else step
+
+    def set_aside(self, after: int) -> str | None:
+        """Moves the checkpoints of later steps than `after` to a new folder beside them. All processes call this.
+
+        The newest is moved first, so a process that is killed in between leaves checkpoints of one run.
+
+        Returns:
+          A sentence that says where they are; None if there are none.
+        """
+        newer = sorted((step for step in self._manager.all_steps() if step > after), reverse=True)
+        if not newer:
+            return None
+        number = next(n for n in itertools.count(1) if not (self.folder / f"set_aside_{n}").exists())
+        aside, failed = self.folder / f"set_aside_{number}", ""
+        if jax.process_index() == 0:
+            try:
+                aside.mkdir()
+                for step in newer:
+                    (self.folder / str(step)).rename(aside / str(step))
+            except OSError as error:
+                failed = f"checkpoints cannot be moved to {aside} ({error.strerror or error})"
+        if jax.process_count() > 1:  # the others wait for it
+            lost = multihost_utils.broadcast_one_to_all(np.int32(bool(failed)))
+            failed = failed or ("process 0 cannot move checkpoints" if lost else "")
+        if failed:
+            raise CheckpointError(f"{failed}; give another --checkpoint_dir, and copy step {after} there")
+        self._manager.reload()
+        steps = ", ".join(map(str, reversed(newer)))
+        return f"set aside in {aside}: the checkpoints of step{'s' * (len(newer) > 1)} {steps}"
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any]:
+        """Reads a checkpoint.
 
         Args:
           abstract_state: the state as `jax.ShapeDtypeStruct`s. Their shardings may differ from the saved ones.
+          step: the step of the checkpoint; None: the newest.
 
         Returns:
           The checkpoint's step, and its state with the shardings of `abstract_state`.
@@ -119,10 +167,8 @@ class Checkpoints:
           CheckpointError: there is no checkpoint, it is damaged, its configuration differs, or its arrays have other
             names, shapes or types. The message names the first entry that differs.
         """
-        step = self.latest_step
-        if step is None:
-            raise CheckpointError(f"no checkpoint in {self.folder}; leave out --resume to start a new run")
-        where = f"the checkpoint of step {step} in {self.folder}"
+        step = self.chosen(step)
+        where = self.name(step)
         _compare(where, self._run(step)["config"], self._config["config"])
         try:
             metadata = self._manager.item_metadata(step)["state"]

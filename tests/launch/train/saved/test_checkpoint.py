@@ -109,6 +109,50 @@ def test_a_damaged_checkpoint_says_which_one_is_left(tmp_path: Path) -> None:
         restore(tmp_path)
 
 
+def test_newer_checkpoints_are_set_aside_when_an_older_one_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "set_aside_1").mkdir()
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"x": jnp.full(8, step)})
+        checkpoints.wait()
+        assert checkpoints.restore({"x": jnp.zeros(8, int)}, 1)[1]["x"].tolist() == [1] * 8
+        with pytest.raises(CheckpointError, match="no checkpoint of step 4 .* give --resume_step one of 1, 2, 3"):
+            checkpoints.chosen(4)
+        assert checkpoints.set_aside(3) is None and checkpoints.latest_step == 3
+        assert str(checkpoints.set_aside(1)).endswith("set_aside_2: the checkpoints of steps 2, 3")
+        assert checkpoints.latest_step == 1
+        checkpoints.save(2, {"x": jnp.full(8, 5)})
+        checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.glob("*/")) == ["1", "2", "set_aside_1", "set_aside_2"]
+    for folder, value in ((tmp_path, 5), (tmp_path / "set_aside_2", 2)):
+        with Checkpoints(folder, {}) as checkpoints:
+            assert checkpoints.restore({"x": jnp.zeros(8, int)}, 2)[1]["x"][0] == value
+
+
+def test_a_move_that_is_killed_in_the_middle_leaves_checkpoints_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"x": jnp.arange(8)})
+        checkpoints.wait()
+    rename, moved = Path.rename, list[str]()
+
+    def once(path: Path, target: Path) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(path.name)
+        return rename(path, target)
+
+    with Checkpoints(tmp_path, {}) as checkpoints, pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(Path, "rename", once)
+        checkpoints.set_aside(1)
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.rglob("[123]")) == ["1", "2", "3"]
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        assert checkpoints.latest_step == 2 and "set_aside_2" in str(checkpoints.set_aside(1))
+
+
 def test_a_folder_that_cannot_be_made() -> None:
     with pytest.raises(CheckpointError, match="no checkpoint can be written to /proc/nothing"):
         Checkpoints("/proc/nothing", {})
