@@ -71,17 +71,23 @@ def write(
     params: Params,
     dtype: str | None = None,
     file_bytes: int = 5_000_000_000,
+    ids: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes a checkpoint that transformers and `read` load: config.json, and safetensors in one or several files.
 
-    The folder appears only when it is complete. It has neither a tokenizer nor settings of generation; copy them from
-    where the model came from.
+    The folder appears only when it is complete. Tokenizer and settings of generation are not our matter: copy them from
+    where the model came from, or let `finish` write them.
 
     Args:
       folder: a new folder.
       params: in the order of the model. All of their parts are in this process.
       dtype: type of the tensors. None: that of the parameters.
       file_bytes: the most bytes of tensors in one file.
+
+      file_bytes: see `write_files`.
+      ids: further fields of config.json, which name special tokens: {"eos_token_id": 2}.
+      finish: called with the folder before it appears; it may add files.
 
     Raises:
       WeightsError: the folder exists, transformers has no such model, or the parameters are not those of `config`, have
@@ -111,7 +117,8 @@ def write(
 
     with new_folder(folder) as partial:
         write_files(partial, {name: size(tensor) for name, tensor in found.items()}, values, file_bytes)
-        (partial / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        (partial / CONFIG).write_text(json.dumps({**fields, **(ids or {})}, indent=2, sort_keys=True) + "\n")
+        finish(partial)
 
 
 def _shapes(config: DecoderConfig) -> Params:

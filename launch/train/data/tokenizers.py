@@ -33,6 +33,7 @@ class Tokenizer(Protocol):
       name: for messages and fingerprints: equal names mean equal ids.
       vocabulary: number of token ids.
       end: the id behind each document; None if the tokenizer has no such token.
+      end_token: its name in the tokenizer's file; None if there is no such token or file.
     """
 
     @property
@@ -41,6 +42,8 @@ class Tokenizer(Protocol):
     def vocabulary(self) -> int: ...
     @property
     def end(self) -> int | None: ...
+    @property
+    def end_token(self) -> str | None: ...
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[np.ndarray]:
         """The ids of each text. Raises UnicodeDecodeError if a text is not UTF-8 and has to be."""
@@ -58,6 +61,7 @@ class Bytes:
     name: str = "bytes"
     vocabulary: int = 256
     end: int | None = 0
+    end_token: str | None = None
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[np.ndarray]:
         return (np.frombuffer(text, np.uint8) for text in texts)
@@ -74,6 +78,10 @@ class FromFile:
     vocabulary: int
     end: int | None
     library: Any
+
+    @property
+    def end_token(self) -> str | None:
+        return None if self.end is None else self.library.id_to_token(self.end)
 
     def encode(self, texts: Sequence[bytes]) -> Iterable[np.ndarray]:
         pieces = [list(_pieces(text.decode())) for text in texts]

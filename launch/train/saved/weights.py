@@ -12,7 +12,6 @@ nothing was trained. With pipelines and sharded states, every host reads only wh
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ import jax
 from jax.experimental import multihost_utils
 
 from dhelix.errors import DhelixError
-from dhelix.launch.train.data import token_files, tokenizers
+from dhelix.launch.train.data import token_files
 from dhelix.launch.train.loop import Run
 from dhelix.launch.train.options import Options
+from dhelix.launch.train.saved import exported_tokenizer
 from dhelix.models.common.decoder_config import DecoderConfig
 from dhelix.models.gpt.gpt_config import GptConfig
 
@@ -89,7 +89,7 @@ def load(run: Run) -> None:
         _, params = weights.read(folder, training.config.param_dtype, shardings, training.config)
     except ValueError as error:
         raise DhelixError(str(error)) from None
-    run.state = training.from_model_order(dataclasses.replace(state, params=params))
+    run.state = training.from_checkpoint(dataclasses.replace(state, params=params))
 
 
 def export(run: Run, folder: str) -> None:
@@ -107,10 +107,8 @@ def export(run: Run, folder: str) -> None:
         params = multihost_utils.process_allgather(params, tiled=True)
     if jax.process_index() > 0:
         return
+    beside = exported_tokenizer.of(run, tokenizer_of(run.options), config.seq)
     try:
-        weights.write(folder, config, params, config.dtype)
-        file = tokenizer_of(run.options)
-        if file is not None:
-            shutil.copyfile(tokenizers.file_of(file), Path(folder) / "tokenizer.json")
+        weights.write(folder, config, params, config.dtype, ids=beside.ids, finish=beside.write)
     except (OSError, ValueError) as error:
         raise DhelixError(f"--export {folder}: {error}") from None
