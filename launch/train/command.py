@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,17 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import INTERRUPTED
+from dhelix.launch.shown import json_output
 from dhelix.launch.shown.progress import Progress, say
 from dhelix.launch.train import loop, step_flags, trainer
 from dhelix.launch.train.data import tokenizers
 from dhelix.launch.train.data.batches import Batches
-from dhelix.launch.train.generation import generate
+from dhelix.launch.train.generation import Generated, generate
 from dhelix.launch.train.loop import COMPARED, Run, Step, Stopping, exit_status, traced_steps
 from dhelix.launch.train.meshes.pipelined import PipelinedTraining
 from dhelix.launch.train.meshes.sharded import ShardedTraining
 from dhelix.launch.train.options import Options
-from dhelix.launch.train.saved import weights
+from dhelix.launch.train.saved import notes, weights
 from dhelix.launch.train.saved.checkpoint import Checkpoints
 from dhelix.launch.train.watch import results
 from dhelix.passes.framework import headline
@@ -45,23 +45,36 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         raise DhelixError("--init_from gives the model; leave --preset out")
     named = {field.name: chosen[field.name] for field in dataclasses.fields(Options) if field.name != "step"}
     options = Options(**named, step=StepOptions(**step_flags.given(chosen)))
-    _prepare_devices(chosen)
-    quiet = jax.process_index() > 0
-    console = Console(stderr=chosen["json"], quiet=quiet)
-    prepared = trainer.prepare(options, lambda text: say(console, text))
-    _introduce(prepared, console)
-    checkpoints, status = None, 0
+    with json_output.alone(chosen["json"]) as write:
+        _prepare_devices(chosen)
+        quiet = jax.process_index() > 0
+        console = Console(stderr=chosen["json"], quiet=quiet)
+        prepared = trainer.prepare(options, lambda text: say(console, text))
+        _introduce(prepared, console)
+        generated, status, error = None, 0, None
+        try:
+            status = _trained(prepared, console, chosen["verbose"])
+            generated = None if status else _use(prepared, console)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if chosen["json"] and not quiet:
+                write(results.to_json(prepared, generated, error))
+    return status
+
+
+def _trained(run: Run, console: Console, verbose: bool) -> int:
+    """Takes the steps of the run. Returns the exit status, which is not 0 if a signal has ended the run."""
+    options, checkpoints = run.options, None
     with contextlib.ExitStack() as stack:
         if options.checkpoint_dir is not None:
-            notes = trainer.notes(prepared)
-            made = Checkpoints(options.checkpoint_dir, trainer.identity(prepared), options.keep, notes)
+            made = Checkpoints(options.checkpoint_dir, trainer.identity(run), options.keep, notes.notes(run))
             checkpoints = stack.enter_context(made)
-        trainer.start(prepared, checkpoints)
-        if checkpoints is not None and prepared.first:
-            say_resumed(prepared, checkpoints, console)
+        trainer.start(run, checkpoints, lambda text: say(console, text))
         wish = stack.enter_context(Stopping(lambda: say(console, _ENDS)))
         try:
-            steps = _train(prepared, checkpoints, wish, console, chosen["verbose"])
+            steps = _train(run, checkpoints, wish, console, verbose)
         except KeyboardInterrupt:
             say(console, f"Interrupted; {_saved(checkpoints)}")
             return INTERRUPTED
@@ -69,31 +82,27 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
             if checkpoints is not None:
                 checkpoints.wait()
             say(console, f"Interrupted after step {steps[-1].number}; {_saved(checkpoints)}")
-            status = exit_status(wish.signal)
-    if not status:
-        _use(prepared, console)
-    if chosen["trace"] and not status:
-        first, last = traced_steps(options)
-        which = f"step {first}" if first == last else f"steps {first} to {last}"
-        if not any(file.stat().st_size for file in Path(chosen["trace"]).rglob("*.xplane.pb")):
-            raise DhelixError(f"the trace of {which} could not be written to {chosen['trace']}; free space there")
-        say(console, f"wrote a profiler trace of {which} to {chosen['trace']}")
-    if chosen["json"]:
-        found = results.results(prepared, steps)
-        if not quiet:
-            print(json.dumps(found, indent=1))
-    return status
+            return exit_status(wish.signal)
+    return 0
 
 
-def _use(run: Run, console: Console) -> None:
-    """Writes the trained model and lets it generate, if asked to."""
-    options = run.options
+def _use(run: Run, console: Console) -> Generated | None:
+    """Writes the trained model, lets it generate, and says where the trace is: whatever the options ask for."""
+    options, generated = run.options, None
     if options.export is not None:
         weights.export(run, options.export)
         say(console, f"wrote the model to {options.export}, as transformers reads it")
     if options.generate is not None:
         tokenizer = tokenizers.load(weights.tokenizer_of(options), options.end_token)
-        say(console, generate(run, tokenizer, options.generate, options.generate_tokens, options.temperature))
+        generated = generate(run, tokenizer, options.generate, options.generate_tokens, options.temperature)
+        say(console, str(generated))
+    if options.trace is not None:
+        first, last = traced_steps(options)
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        if not any(file.stat().st_size for file in Path(options.trace).rglob("*.xplane.pb")):
+            raise DhelixError(f"the trace of {which} could not be written to {options.trace}; free space there")
+        say(console, f"wrote a profiler trace of {which} to {options.trace}")
+    return generated
 
 
 _ENDS = "ends after this step; another signal ends at once"
@@ -135,6 +144,8 @@ def _check(chosen: dict[str, Any]) -> None:
     for name in ("resume", "auto_resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
+    if chosen["resume_step"] and not chosen["resume"]:
+        raise DhelixError("--resume_step needs --resume; a job that starts again and again takes the newest checkpoint")
     if chosen["resume"] and not Path(chosen["checkpoint_dir"]).is_dir():
         folder = Path(chosen["checkpoint_dir"]).absolute()
         raise DhelixError(f"no checkpoint in {folder}; leave out --resume to start a new run")
@@ -228,15 +239,3 @@ def _data(batches: Batches) -> str:
     masks = ", masked" if batches.rows.masked else ""
     unit = "bytes" if documents.tokenizer == "bytes" else f"tokens of {documents.tokenizer}"
     return f"{documents.name}, {count}{masks}, {documents.size:,} {unit}, an epoch of {batches.per_epoch:,.1f} steps"
-
-
-def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
-    """Prints from which step the run resumes, and each changed setting that makes its batches differ."""
-    before, now = checkpoints.notes(run.first), trainer.batch_notes(run)
-    say(console, f"resumed from step {run.first} in {checkpoints.folder}")
-    for name in (name for name in now if before.get(name) != now[name]):
-        change = f"{name} was {before.get(name)} and is now {now[name]}"
-        say(console, f"note: {change}, so the rows differ from those of an uninterrupted run")
-    if before.get("batch") != run.batch:
-        change = f"a batch had {before.get('batch')} sequences and now has {run.batch}"
-        say(console, f"note: {change}; the run continues with the row after the last one")

@@ -66,6 +66,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number("save_every", None, "steps between checkpoints (default: one checkpoint at the end)", 1)
     number("keep", default.keep, "number of checkpoints to keep, the newest", 1)
     switch("resume", help="continue from the newest checkpoint")
+    number("resume_step", None, "with --resume: the step to continue from; newer checkpoints are set aside", 1)
     switch("auto_resume", help="the same if there is one, else start: for jobs that a scheduler starts again")
     text("export", None, "new folder for the trained model, as transformers reads it")
     text("generate", None, "text to which the trained model adds some tokens, to look at")

@@ -1,6 +1,6 @@
 """A few tokens of a trained model to look at: `--generate TEXT`.
 
-    generate(run, "def main(", tokens=32)         "def main(argv=None):\n    parser = ..."
+    generate(run, tokenizer, "def main(", 32)     Generated("def main(", "argv=None):\n    parser = ...", 32, False)
 
 Each token is the result of a whole forward pass over a window of `seq` tokens. XLA splits it over the devices as the
 parameters are split. This is slow and simple; `models/llama/inference.py` has a cache of keys and values.
@@ -9,6 +9,7 @@ parameters are split. This is slow and simple; `models/llama/inference.py` has a
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,32 @@ from dhelix.models.families import family_of
 from dhelix.models.moe.moe_config import MoeConfig
 
 
-def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature: float = 0.0) -> str:
-    """The text and what the model adds to it. It ends with the end of a document or of a row.
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What a model has added to a text.
+
+    Attributes:
+      prompt: the text.
+      text: what the model added.
+      tokens: how many tokens it added.
+      ended: whether the model then ended the document.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+    ended: bool
+
+    def __str__(self) -> str:
+        """Lines for people. A bar before each line shows where blank lines and spaces of the model are."""
+        count = f"{self.tokens} token{'s' * (self.tokens != 1)}"
+        lines = [f"prompt: {json.dumps(self.prompt, ensure_ascii=False)}"]
+        lines.append(f"the model adds {count}{' and ends the document' if self.ended else ''}:")
+        return "\n".join(lines + [f"| {line}" for line in self.text.split("\n")])
+
+
+def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature: float = 0.0) -> Generated:
+    """What the model adds to the text. It ends with the end of a document or of a row.
 
     Args:
       tokens: the most tokens to add.
@@ -41,14 +66,15 @@ def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature
     row[0, : len(prompt)] = prompt
     params = run.training.to_model_order(run.state).params
     following = jax.jit(partial(_next, config, temperature))
-    added = list[int]()
+    added, ended = list[int](), False
     for place in range(len(prompt), min(len(prompt) + tokens, config.seq)):
         token = int(following(params, row, place, jax.random.key(run.options.seed + place)))
-        if token == tokenizer.end:
+        ended = token == tokenizer.end
+        if ended:
             break
         row[0, place] = token
         added.append(token)
-    return tokenizer.decode([*prompt.tolist(), *added])
+    return Generated(text, _decoded(tokenizer, prompt.tolist(), added), len(added), ended)
 
 
 def prompt_of(tokenizer: Tokenizer, text: str, seq: int) -> np.ndarray:
@@ -57,6 +83,12 @@ def prompt_of(tokenizer: Tokenizer, text: str, seq: int) -> np.ndarray:
     if not 1 <= len(prompt) < seq:
         raise DhelixError(f"--generate: {len(prompt)} tokens of text; give 1 or more, fewer than --seq {seq}")
     return prompt
+
+
+def _decoded(tokenizer: Tokenizer, prompt: list[int], added: list[int]) -> str:
+    """The text of the added tokens. It is cut off the whole text, because some tokenizers drop a text's first space."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *added])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(added)
 
 
 def _whole(config: DecoderConfig) -> DecoderConfig:

@@ -79,6 +79,7 @@ class Run:
       state: the train state; None until `start` makes or restores the state.
       first: number of steps that were taken before this run.
       first_row: number of rows that were read before this run.
+      taken: the results of the steps that `train` has taken so far, also if it fails.
     """
 
     options: Options
@@ -90,6 +91,7 @@ class Run:
     state: Any = None
     first: int = 0
     first_row: int = 0
+    taken: list[Step] = dataclasses.field(default_factory=list)
 
     @property
     def batch(self) -> int:
@@ -201,6 +203,22 @@ def traced_steps(options: Options) -> tuple[int, int]:
     return steps
 
 
+def untraceable(run: Run) -> str | None:
+    """Why a resumed run cannot record the steps that it should, with what to do; None if it can."""
+    first, last = traced_steps(run.options)
+    compiled = run.first + 1
+    if first > compiled:
+        return None
+    left = run.options.steps - compiled
+    instead = "give a larger --steps, or leave --trace out"
+    if left > 0:
+        instead = f"give --trace_steps from {compiled + 1}" + (f" to {run.options.steps}" if left > 1 else "")
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
+    return (
+        f"--trace cannot record {which}: the run resumes after step {run.first}, and its first step compiles; {instead}"
+    )
+
+
 class _Trace(contextlib.AbstractContextManager["_Trace"]):
     """Starts the profiler before a step, and stops it after a step."""
 
@@ -214,8 +232,7 @@ class _Trace(contextlib.AbstractContextManager["_Trace"]):
 
     def __exit__(self, *_: object) -> None:
         if self.stops:
-            with contextlib.suppress(RuntimeError):  # no trace was started: the run resumed after its first step
-                jax.profiler.stop_trace()
+            jax.profiler.stop_trace()
 
 
 class Stopping(contextlib.AbstractContextManager["Stopping"]):
@@ -272,7 +289,7 @@ def train(
     Returns:
       The results of all steps.
     """
-    options, steps = run.options, list[Step]()
+    options, steps = run.options, run.taken
     for step in run.take_steps():
         steps.append(step)
         on_step(steps)

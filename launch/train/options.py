@@ -32,6 +32,7 @@ class Options:
       eval_batches: number of batches of an evaluation.
       keep: number of the newest checkpoints that are kept.
       trace_steps: the steps that `trace` records, as "10-12"; None: the last one.
+      resume_step: with `resume`: the step of the checkpoint to continue from; None: the newest.
       auto_resume: whether to resume if there is a checkpoint, and to start a new run else.
       export: folder for a checkpoint of Hugging Face.
       generate: text to which the model adds `generate_tokens` tokens at the end.
@@ -90,6 +91,7 @@ class Options:
     save_every: int | None = None
     keep: int = 3
     resume: bool = False
+    resume_step: int | None = None
     auto_resume: bool = False
     init_from: str | None = None
     export: str | None = None

@@ -7,7 +7,7 @@ train step to `jax.jit` or to `interleaved`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
+from dhelix.launch.train import loop
 from dhelix.launch.train.data import sources, token_files, tokenizers
 from dhelix.launch.train.data.batches import Batches
 from dhelix.launch.train.data.documents import Documents, check_vocabulary
@@ -27,7 +28,7 @@ from dhelix.launch.train.meshes.pipelined import PipelinedTraining, make_pipelin
 from dhelix.launch.train.meshes.sharded import ShardedTraining, states_of, with_states
 from dhelix.launch.train.optimizers import optimizer
 from dhelix.launch.train.options import Options
-from dhelix.launch.train.saved import weights
+from dhelix.launch.train.saved import notes, weights
 from dhelix.launch.train.saved.checkpoint import CheckpointError, Checkpoints
 from dhelix.models import (
     GptConfig,
@@ -211,20 +212,18 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
     return interleaved(training.train_step, options.but(donate_argnums=0))
 
 
-def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
-    """Gives `run` its state: a new one, or, if it resumes, the state of the newest checkpoint.
+def start(run: Run, checkpoints: Checkpoints | None = None, say: Callable[[str], None] = lambda text: None) -> None:
+    """Gives `run` its state: a new one, or, if it resumes, the state of a checkpoint.
+
+    Args:
+      say: called with a line of text about what is resumed.
 
     Raises:
       DhelixError: the checkpoints in the folder do not fit the options.
     """
     latest = None if checkpoints is None else checkpoints.latest_step
     if checkpoints is not None and (run.options.resume or (run.options.auto_resume and latest is not None)):
-        run.first, run.state = _restore(run, checkpoints)
-        stored = checkpoints.notes(run.first)
-        run.first_row = int(stored.get("rows") or run.first * int(stored.get("batch") or run.batch))
-        used = run.options.export is not None or run.options.generate is not None
-        if run.first >= run.options.steps and not used:
-            raise DhelixError(f"{checkpoints.folder} already holds step {run.first}; give a larger --steps to continue")
+        _resume(run, checkpoints, say)
     elif checkpoints is not None and latest is not None:
         raise DhelixError(
             f"{checkpoints.folder} holds checkpoints up to step {latest}; give --resume to continue from there, or "
@@ -236,24 +235,45 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
             weights.load(run)
 
 
-def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
-    """The step and the state of the newest checkpoint.
+def _resume(run: Run, checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
+    """Gives `run` the state of a checkpoint, and says what differs. Newer checkpoints are set aside."""
+    options, step = run.options, checkpoints.chosen(run.options.resume_step)
+    stored = checkpoints.notes(step)
+    notes.check_optimizer(stored, run, checkpoints.name(step))
+    run.state = _restored(run, checkpoints, step, stored)
+    run.first, run.first_row = step, int(stored.get("rows") or step * int(stored.get("batch") or run.batch))
+    ends = step >= options.steps
+    if ends and options.export is None and options.generate is None:
+        raise DhelixError(f"{checkpoints.folder} already holds step {step}; give a larger --steps to continue")
+    say(f"resumed from step {step} in {checkpoints.folder}")
+    for change in notes.changes(stored, run):
+        say(f"note: {change}")
+    if options.trace is not None and (lost := loop.untraceable(run)) is not None:
+        if options.resume:
+            raise DhelixError(lost)
+        say(f"note: {lost}; this run writes no trace")  # a scheduler gives the same command again and again
+        run.options = dataclasses.replace(options, trace=None, trace_steps=None)
+    if not ends and (moved := checkpoints.set_aside(step)) is not None:
+        say(moved)
+
+
+def _restored(run: Run, checkpoints: Checkpoints, step: int, stored: Mapping[str, Any]) -> Any:
+    """The state of the checkpoint of a step.
 
     Raises:
       DhelixError: the checkpoint belongs to another preset; the message names both presets.
-      CheckpointError: see `Checkpoints.restore`.
+      CheckpointError: it is of another optimizer, or see `Checkpoints.restore`.
     """
     try:
-        step, stored = checkpoints.restore(run.training.to_model_order(run.training.abstract_state()))
-        return step, run.training.from_model_order(stored)
+        abstract = run.training.to_model_order(run.training.abstract_state())
+        return run.training.from_checkpoint(checkpoints.restore(abstract, step)[1])
     except CheckpointError as error:
-        latest = checkpoints.latest_step
-        stored = None if latest is None else checkpoints.notes(latest).get("preset")
-        if stored in (None, run.options.preset):
+        preset = stored.get("preset")
+        if preset in (None, run.options.preset):
             raise
         raise DhelixError(
-            f"{checkpoints.folder} holds checkpoints of {stored}, but this run trains {run.options.preset}; give "
-            f"--preset {stored}, or another --checkpoint_dir"
+            f"{checkpoints.folder} holds checkpoints of {preset}, but this run trains {run.options.preset}; give "
+            f"--preset {preset}, or another --checkpoint_dir"
         ) from error
 
 
@@ -263,19 +283,6 @@ def identity(run: Run) -> dict[str, Any]:
     fields = [name for kind, names in _MODEL_FIELDS.items() if isinstance(config, kind) for name in names]
     values = dataclasses.asdict(config)
     return {"model": {name: values[name] for name in (*config.sizes_of_ends, *fields)}}
-
-
-def notes(run: Run) -> dict[str, Any]:
-    """Values that a checkpoint stores only so that messages can name them."""
-    return {"preset": run.options.preset, "batch": run.batch, **batch_notes(run)}
-
-
-def batch_notes(run: Run) -> dict[str, Any]:
-    """The values that determine the rows. If a value has changed when a run resumes, the user gets a note."""
-    rows = run.batches.rows
-    return {
-        "data": rows.documents.fingerprint, "seq": run.seq, "seed": run.options.seed, "masked": rows.masked,
-    }  # fmt: skip
 
 
 def _given(**values: Any) -> dict[str, Any]:

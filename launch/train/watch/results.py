@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from dhelix.launch.train.generation import Generated
 from dhelix.launch.train.loop import Run, Step
 from dhelix.launch.train.options import Options
 from dhelix.passes.framework.units import milliseconds
@@ -69,8 +71,29 @@ def measured_gain(steps: Sequence[Step]) -> str | None:
     )
 
 
+def to_json(run: Run, generated: Generated | None = None, error: BaseException | None = None) -> str:
+    """All results of a run as a JSON object. Values that are not finite, which JSON lacks, are null.
+
+    Args:
+      generated: what the trained model has generated.
+      error: why the run ended before its end, if it did.
+    """
+    said = None if error is None else " ".join((str(error) or type(error).__name__).split())
+    made = None if generated is None else dataclasses.asdict(generated)
+    found = results(run, run.taken) | {"generated": made, "error": said}
+    return json.dumps(_finite(found), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def results(run: Run, steps: Sequence[Step]) -> dict[str, Any]:
-    """All results of a run as JSON values. The time of the first step includes the compilation."""
+    """All results of the steps as JSON values. The time of the first step includes the compilation."""
     seconds = step_seconds(steps) if steps else None
     report = run.report() if steps else None
     documents = run.batches.rows.documents

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dhelix.errors import DhelixError
 from dhelix.launch import cli
 from dhelix.launch.train import loop
 from dhelix.passes.plans import plan_files
@@ -129,6 +130,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
         (["--compare_plain", "--plain"], "leave out --plain or --compare_plain"),
         (["--vocab=302"], "vocab = 302 is not divisible by tp = 4"),
         (["--resume"], "--resume needs --checkpoint_dir"),
+        (["--resume_step=2", "--checkpoint_dir=/tmp"], "--resume_step needs --resume"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
         (["--auto_resume"], "--auto_resume needs --checkpoint_dir"),
         (["--process_id=0"], "has no effect without --distributed"),
@@ -171,10 +173,8 @@ def test_two_processes_train_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     outputs = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    # Gloo, which connects CPU devices, writes lines of its own to stdout.
-    results = [output.decode().partition("{\n") for output, _ in outputs]
-    assert [start for _, start, _ in results] == ["{\n", ""]
-    both = numbers(json.loads("{" + results[0][2]))
+    assert not outputs[1][0], "process 0 prints the results"
+    both = numbers(json.loads(outputs[0][0]))  # no line of Gloo, which connects CPU devices, is among them
     assert both == [pytest.approx(step, rel=1e-5) for step in numbers(one)]
 
 
@@ -204,6 +204,22 @@ def test_interrupted_runs_say_what_is_kept_in_one_line(
     monkeypatch.setattr(loop, "train", interrupted)
     assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}") == 130
     assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no complete checkpoint in")
+
+
+def test_json_of_a_training_that_fails_has_its_steps_and_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(run: loop.Run, *_: Any) -> None:
+        run.taken.append(loop.Step(1, float("nan"), 1.0, 2.0))
+        raise DhelixError("the disk\nis full")
+
+    monkeypatch.setattr(loop, "train", fails)
+    monkeypatch.setattr(loop.Run, "report", lambda run: None)
+    assert status(*SMALL, "--json") == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["error"] == "the disk is full" and captured.err.splitlines()[-1] == "dhelix train: the disk is full"
+    assert [step["loss"] for step in found["steps"]] == [None], "JSON has no NaN"
 
 
 def test_resuming_from_no_folder_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

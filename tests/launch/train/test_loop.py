@@ -1,7 +1,9 @@
 """The loop of training: losses that are no numbers, signals, what is saved, and what a resumed run is told."""
 
-import io
+import dataclasses
+import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch.train import loop, trainer
-from dhelix.launch.train.command import say_resumed
+from dhelix.launch.train.saved import notes
 from dhelix.launch.train.saved.checkpoint import Checkpoints
 from dhelix.launch.train.watch import results
 
@@ -80,16 +81,47 @@ def test_a_second_signal_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_what_changes_the_rows_of_a_resumed_run_is_said(tmp_path: Path) -> None:
-    run, text = fake_run([1.0]), io.StringIO()
-    with Checkpoints(tmp_path, {}, notes=trainer.notes(run) | {"seed": 5, "batch": 2}) as checkpoints:
-        loop.train(run, checkpoints)
-        checkpoints.wait()
-        run.first = 1
-        say_resumed(run, checkpoints, Console(file=text, width=200))
-    assert "note: seed was 5 and is now 0, so the rows differ" in text.getvalue()
-    assert f"a batch had 2 sequences and now has {run.batch}; the run continues" in text.getvalue()
-    assert text.getvalue().count("note: ") == 2
+def test_what_has_changed_when_a_run_resumes_is_said() -> None:
+    run = fake_run([1.0] * 20)
+    before = notes.notes(run)
+    assert not list(notes.changes(json.loads(json.dumps(before)), run))
+    found = list(notes.changes(before | {"seed": 5, "batch": 2}, run))
+    assert found[0].startswith("seed was 5 and is now 0, so the rows differ")
+    assert found[1].startswith(f"a batch had 2 sequences and now has {run.batch}; the run continues")
+    assert len(found) == 2
+    more = {"lr": 1e-4, "lr_schedule": "wsd", "steps": 30, "clip": 0.0, "z_loss": 1e-4, "optimizer_options": "b1=0.8"}
+    run.options = dataclasses.replace(run.options, **more)
+    assert list(notes.changes(before, run)) == [
+        "lr was 0.001 and is now 0.0001",
+        "lr_schedule was cosine and is now wsd",
+        "steps was 20 and is now 30; the schedule of the learning rate ends there, so the rate jumps",
+        "clip was 1 and is now 0",
+        "z_loss was 0 and is now 0.0001",
+        "warmup was 2 and is now 3",
+        "decay_steps was none and is now 6",
+        "optimizer_options was b2=0.95,weight_decay=0.1 and is now b1=0.8,b2=0.95,weight_decay=0.1",
+    ]
+    del before["settings"]
+    assert not list(notes.changes(before, run)), "checkpoints of before have none"
+    notes.check_optimizer(before, run, "it")
+
+
+def test_another_optimizer_is_one_error_that_names_both() -> None:
+    run = fake_run([1.0], optimizer="lion")
+    with pytest.raises(DhelixError, match="it has the state of adamw, but this run trains with lion"):
+        notes.check_optimizer({"settings": {"optimizer": "adamw"}}, run, "it")
+
+
+@pytest.mark.parametrize(
+    ("trace_steps", "says"),
+    [("3-4", "steps 3 to 4: .* after step 4, .* give --trace_steps from 6 to 8"), (None, None), ("6", None)],
+)
+def test_steps_before_a_resumed_run_cannot_be_recorded(trace_steps: str | None, says: str | None) -> None:
+    run = fake_run([1.0] * 8, trace="folder", trace_steps=trace_steps)
+    run.first = 4
+    assert (says is None) if (found := loop.untraceable(run)) is None else re.search(str(says), found)
+    run.first = 7
+    assert "a larger --steps" in str(loop.untraceable(run))
 
 
 def test_plain_steps_are_compared() -> None:

@@ -14,7 +14,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch import cli
 from dhelix.launch.train import loop, trainer
 from dhelix.launch.train.data.tokenizers import Bytes
-from dhelix.launch.train.generation import generate
+from dhelix.launch.train.generation import Generated, generate
 from dhelix.launch.train.saved import weights
 
 MODELS = Path(__file__).parents[3] / "testdata" / "huggingface"
@@ -64,7 +64,8 @@ def test_a_trained_model_is_written_with_its_tokenizer_and_generates(
     with pytest.raises(SystemExit) as stopped:
         cli.main([*arguments, *more])
     out = capsys.readouterr().out.splitlines()
-    assert not stopped.value.code and out[-1].startswith("import ") and "wrote the model to" in out[-2]
+    assert not stopped.value.code and "wrote the model to" in out[-4]
+    assert out[-3:-1] == ['prompt: "import "', "the model adds 3 tokens:"] and out[-1].startswith("| ")
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["architectures"] == ["LlamaForCausalLM"] and fields["num_hidden_layers"] == 2
     with pytest.raises(SystemExit):
@@ -77,10 +78,15 @@ def test_the_likeliest_tokens_follow(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abcdefgh" * 40)
     run = run_of(layers=1, seq=32, steps=60, lr=1e-2, mesh="dp=1,tp=1", data=str(tmp_path / "text"), plain=True)
     loop.train(run)
-    assert generate(run, Bytes(), "abcd", 8) == "abcdefghabcd"
-    assert generate(run, Bytes(), "abcd", 40) == ("abcdefgh" * 4)
+    assert generate(run, Bytes(), "abcd", 8) == Generated("abcd", "efghabcd", 8, False)
+    assert generate(run, Bytes(), "abcd", 40).text == "efgh" + "abcdefgh" * 3
     with pytest.raises(DhelixError, match="40 tokens of text; give 1 or more, fewer than --seq 32"):
         generate(run, Bytes(), "abcd" * 10, 1)
+
+
+def test_what_a_model_adds_is_told_from_the_prompt() -> None:
+    shown = str(Generated('a "', "\n\n b", 4, True))
+    assert shown == 'prompt: "a \\""\nthe model adds 4 tokens and ends the document:\n| \n| \n|  b'
 
 
 @pytest.mark.parametrize(
