@@ -107,8 +107,8 @@ def export(run: Run, folder: str) -> None:
         params = multihost_utils.process_allgather(params, tiled=True)
     if jax.process_index() > 0:
         return
-    beside = exported_tokenizer.of(run, tokenizer_of(run.options), config.seq)
     try:
+        beside = exported_tokenizer.of(run, tokenizer_of(run.options), config.seq)
         weights.write(folder, config, params, config.dtype, ids=beside.ids, finish=beside.write)
     except (OSError, ValueError) as error:
         raise DhelixError(f"--export {folder}: {error}") from None
