@@ -72,6 +72,7 @@ def prepare(options: Options, say: Callable[[str], None] = lambda text: None) ->
     config = configuration(options)
     documents, others = _documents(options, config, say)
     training, batch = make_training(options, config, jax.devices())
+    _say_padding(options, training, say)
     masked = options.mask_documents if options.mask_documents is not None else len(documents) > 1
     rows = Rows(documents, config.seq, masked, config.vocab)
     run = Run(
@@ -84,6 +85,18 @@ def prepare(options: Options, say: Callable[[str], None] = lambda text: None) ->
     if options.compare_plain:
         run.plain_step = make_step(training, plain=True)
     return run
+
+
+def _say_padding(options: Options, training: Training, say: Callable[[str], None]) -> None:
+    """Says if the optimizer averages over layers and the pipeline pads its chunks with layers of zeros."""
+    if options.optimizer != "adafactor" or not isinstance(training, PipelinedTraining):
+        return
+    layers, layout = training.config.layers, training.fold.layout(training.config.layers)
+    if (places := layout.chunks * layout.padded) > layers:
+        say(
+            f"note: adafactor averages over layers, and {places - layers} of {places} places of the pipeline are "
+            "padding, so losses differ a little from those without them"
+        )
 
 
 def _documents(

@@ -178,3 +178,6 @@ def test_a_checkpoint_of_adafactor_gets_the_shardings_of_the_step() -> None:
     state = training.from_checkpoint(saved)
     same = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), state, training.state_shardings)
     assert all(jax.tree.leaves(same))
+    said = list[str]()
+    trainer.prepare(dataclasses.replace(given, layers=5), said.append)
+    assert "3 of 8 places of the pipeline are padding" in said[-1]
