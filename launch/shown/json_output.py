@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from absl import flags
 
 from dhelix.errors import DhelixError
+from dhelix.runtime.processes.stdout import to_stderr
 
 
 def define_json(values: flags.FlagValues) -> None:
@@ -49,30 +48,16 @@ def write(path: str, text: str) -> None:
 def alone(wanted: bool) -> Iterator[Callable[[str], None]]:
     """Keeps stdout for JSON, if `wanted`. Within the context, all else that is printed to stdout goes to stderr.
 
-    Libraries in C++ print to stdout, too: Gloo, which connects CPU devices, says there which processes it has found.
-
     Yields:
       A function that prints a text on stdout.
     """
-    try:
-        out, error = (sys.stdout.fileno(), sys.stderr.fileno()) if wanted else (None, None)
-    except (OSError, ValueError):  # stdout is no file, as in a notebook
-        out = error = None
-    if out is None or error is None:
-        yield print
-        return
-    sys.stdout.flush()
-    kept = os.dup(out)
-    os.dup2(error, out)
+    with to_stderr() if wanted else contextlib.nullcontext() as kept:
 
-    def write(text: str) -> None:
-        with os.fdopen(os.dup(kept), "w") as stdout:
-            print(text, file=stdout)
+        def write(text: str) -> None:
+            if kept is None:
+                print(text)
+                return
+            with os.fdopen(os.dup(kept), "w") as stdout:
+                print(text, file=stdout)
 
-    try:
         yield write
-    finally:
-        sys.stdout.flush()
-        ctypes.CDLL(None).fflush(None)  # what a library has printed, but not written yet
-        os.dup2(kept, out)
-        os.close(kept)

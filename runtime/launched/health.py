@@ -10,6 +10,7 @@ Process 0 shows a table on stderr. The check takes a few seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ from dhelix.runtime.launched.bandwidth import Way
 from dhelix.runtime.launched.task import Task
 from dhelix.runtime.processes import agreement, description
 from dhelix.runtime.processes.records import Entry
+from dhelix.runtime.processes.stdout import to_stderr
 
 _PURPOSE = "start the program"
 _SLOW = 0.5  # of the profile's bandwidth
@@ -42,7 +44,9 @@ def check(mine: Task) -> None:
     versions = description.versions()
     agreement.check(_PURPOSE, _record(versions))
     agreement.together(_PURPOSE, lambda: _check_devices(mine), (DhelixError,))
-    found = [(way, bandwidth.measured(way), bandwidth.expected(way)) for way in _ways(mine)]
+    on_cpu = _local()[0].platform == "cpu"  # Gloo would print to the program's stdout, which may be JSON
+    with to_stderr() if on_cpu else contextlib.nullcontext():
+        found = [(way, bandwidth.measured(way), bandwidth.expected(way)) for way in _ways(mine)]
     if jax_compat.process_number() == 0:
         _show(hosts, versions, found)
 

@@ -7,6 +7,7 @@
     first_run.py        the points at which a decorated step takes part in meetings
     launch_settings.py  the launch setting of this process, and the launch setting of a plan
     nodes.py            which devices share a node, and one machine that emulates several nodes
+    stdout.py           keeps lines of libraries away from stdout
     this_machine.py     the GPUs and free ports of this machine, without jax
 
 If hosts run different programs, or run collectives in different orders, they wait for each other for ever. Neither JAX
