@@ -54,11 +54,6 @@ def define_flags(values: flags.FlagValues) -> None:
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, flag_values=values)
     switch("live", False, "plan for the step of `dhelix train` that --preset, --mesh and its other flags describe")
-    switch(
-        "compare",
-        True,
-        "with --live: compile choices whose times are within 10 % as they would run, and let their programs decide",
-    )
     choice("model", None, list(PRESETS), "model to shard")
     number("layers", None, "number of layers (default: the model's)")
     choice("cluster", None, list(clusters.ALL), "cluster of a paper, instead of --hardware")
@@ -114,6 +109,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def _define_choices(values: flags.FlagValues) -> None:
     """Defines the flags that say for what factors are chosen, or which ones to show."""
+    help_text = "with --live: compile choices whose times are within 10 % as they would run; their programs decide"
+    flags.DEFINE_bool("compare", True, help_text, flag_values=values)
     flags.DEFINE_list(
         "factors", [], "evaluate P,G,OS, each GPUsxNODES such as 8x1, instead of choosing them", flag_values=values
     )

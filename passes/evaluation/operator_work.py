@@ -27,12 +27,14 @@ class Work:
       bytes: bytes read and written.
       unit: what bounds the time: operations or memory (`product`, `attention`), or memory alone (`memory`).
       bits: width of the elements of a product's inputs.
+      head: elements of a head of attention; 0 if unknown.
     """
 
     flops: float
     bytes: int
     unit: Literal["product", "attention", "memory"] = "memory"
     bits: int = 16
+    head: int = 0
 
 
 def work_of(instruction: Instruction) -> Work:
@@ -133,7 +135,7 @@ def _custom_call_work(call: Instruction) -> Work:
         return _collective_matmul_work(call, result)
     if attention := config.get("cudnn_fmha_backend_config"):
         flops = _attention_flops(result, attention, "Backward" in target)
-        return Work(flops, touched_bytes(call), "attention")
+        return Work(flops, touched_bytes(call), "attention", head=result.dimensions[-1])
     return _family_work(call)
 
 

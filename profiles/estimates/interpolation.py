@@ -36,6 +36,7 @@ from dhelix.profiles.profile import Timing
 # is its bytes. For an operator, the logarithm of the factor is the Euclidean distance of the logarithms of all sizes.
 REACH = 4.0
 _ROUNDING = 1e-9
+_HEAD = 5  # place of the head size among the sizes of an attention key
 NEIGHBOURS = 8
 
 _WIDTH = re.compile(r"[a-z]+(\d+)")
@@ -63,7 +64,8 @@ def roofline_seconds(key: Key, hardware: Hardware) -> float:
         width = _WIDTH.match(key.family)
         seconds = roofline.gemm_seconds(key.flops, key.bytes, hardware, int(width[1]) if width else 16)
     elif key.kind in ("attention", "attention-backward"):
-        seconds = roofline.attention_seconds(key.flops, key.bytes, hardware)
+        head = key.sizes[_HEAD] if len(key.sizes) > _HEAD else 0
+        seconds = roofline.attention_seconds(key.flops, key.bytes, hardware, head)
     else:
         seconds = roofline.memory_seconds(key.bytes, hardware)
     return max(seconds, 1e-9)

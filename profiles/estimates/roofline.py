@@ -8,6 +8,8 @@ the usual alpha-beta model. The bus bandwidth, as NCCL defines it, is the same f
 All functions for times return seconds.
 """
 
+import math
+
 from dhelix.profiles.hardware import Hardware
 
 
@@ -22,9 +24,20 @@ def gemm_seconds(flops: float, bytes_moved: float, hardware: Hardware, bits: int
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 
-def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware) -> float:
-    """Time of fused attention. `flops` does not count masked operations. A causal mask masks half of the operations."""
-    arithmetic = flops / (hardware.peak_flops * hardware.attention_efficiency)
+_HEAD = 64
+"""Fused attention computes heads in multiples of so many elements. Heads of 80 and of 128 take the same time with cuDNN,
+heads of 64 about half of it (docs/research_log.md, "Head sizes of attention")."""
+
+
+def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware, head: int = 0) -> float:
+    """Time of fused attention.
+
+    Args:
+      flops: without masked operations. A causal mask masks half of the operations.
+      head: elements of a head; 0 if unknown.
+    """
+    padded = math.ceil(head / _HEAD) * _HEAD / head if head else 1.0
+    arithmetic = padded * flops / (hardware.peak_flops * hardware.attention_efficiency)
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 

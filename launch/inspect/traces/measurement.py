@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from dhelix.launch.inspect.traces.collectives import (
 from dhelix.launch.inspect.traces.critical_path import measured_path
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.hlo import Computation, Instruction
 from dhelix.profiles import hardware as hardware_of
 from dhelix.profiles.hardware import Hardware
 from dhelix.runtime.profiling.traces import arrivals, disturbance, idle, trace
@@ -231,8 +232,25 @@ def _operations(runs: Sequence[GpuRuns], program: Program, hardware: Hardware | 
                 sums = found.setdefault(name, [0.0, 0.0])
                 sums[0] += 1 / (max(of_gpu.steps, 1) * len(runs))
                 sums[1] += 1e3 * run.seconds / (max(of_gpu.steps, 1) * len(runs))
-    named = ((program.instructions[name], count, ms) for name, (count, ms) in found.items())
+    often = _often({program.instructions[name]: count for name, (count, _) in found.items()})
+    named = (
+        (instruction, min(count, often[instruction.computation]), ms)
+        for name, (count, ms) in found.items()
+        for instruction in (program.instructions[name],)
+    )
     return operations(((i, count, ms, work[i]) for i, count, ms in named), hardware, program.words)
+
+
+def _often(counts: Mapping[Instruction, float]) -> dict[Computation, float]:
+    """How often each computation ran: as often as most of its instructions; as the fewest of them, if they disagree.
+
+    A call of a library may be several kernels, such as a product and the sum of its parts. Each is an execution in the
+    trace, but the work is done once.
+    """
+    found: dict[Computation, Counter[float]] = defaultdict(Counter)
+    for instruction, count in counts.items():
+        found[instruction.computation][round(count, 6)] += 1
+    return {c: max(of_it, key=lambda count: (of_it[count], -count)) for c, of_it in found.items()}
 
 
 class _Kinds(dict[str, Hashable]):

@@ -11,7 +11,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch.inspect.answers.critical_path import PAUSE
 from dhelix.launch.inspect.reading import dumps
 from dhelix.launch.inspect.traces import picture
-from dhelix.launch.inspect.traces.measurement import Measurement, measure
+from dhelix.launch.inspect.traces.measurement import Measurement, _often, measure
 from dhelix.launch.inspect.traces.tables import tables
 from dhelix.runtime.profiling.traces import recording
 from dhelix.tests.launch.inspect.traces import simulated_job
@@ -74,6 +74,13 @@ def test_critical_path(tmp_path: Path) -> None:
     assert {one.instruction: one.ms for one in path} == pytest.approx(expected)
     early = measured(tmp_path / "late", 0.0, 250.0).gpus[0].path
     assert {one.instruction: one.ms for one in early}["all-reduce.1"] == pytest.approx(0.55)
+
+
+def test_a_product_of_two_kernels_is_done_once() -> None:
+    """A library may split a product and add up its parts in a second kernel, which has the product's name."""
+    dots = [i for i in simulated_job.program(2).entry.instructions if i.opcode == "dot"]
+    assert _often({dots[0]: 1.0, dots[1]: 2.0, dots[2]: 1.0}) == {dots[0].computation: 1.0}
+    assert _often({dots[0]: 16.0, dots[1]: 32.0}) == {dots[0].computation: 16.0}
 
 
 def test_who_arrives_last(tmp_path: Path) -> None:
