@@ -25,8 +25,8 @@ def gemm_seconds(flops: float, bytes_moved: float, hardware: Hardware, bits: int
 
 
 _HEAD = 64
-"""Fused attention computes heads in multiples of so many elements. Heads of 80 and of 128 take the same time with cuDNN,
-heads of 64 about half of it (docs/research_log.md, "Head sizes of attention")."""
+"""Fused attention computes heads in multiples of so many elements. With cuDNN, heads of 80 and 128 take equal times,
+and heads of 64 about two thirds (docs/research_log.md, "Head sizes of attention")."""
 
 
 def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware, head: int = 0) -> float:
