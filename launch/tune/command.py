@@ -2,8 +2,8 @@
 
     dhelix tune --preset llama-8b --layers 8 --mesh tp=2 --settings connections1 --out tuned.json
 
-    1  for each launch setting      a step under NCCL's defaults
-    2  under the fastest one        buffers, channels and threads of the whole process (`process_search.py`)
+    1  for each launch setting      a step under NCCL's defaults; under the fastest one, each implementation
+    2  under the fastest of these   buffers, channels and threads of the whole process (`process_search.py`)
     3  under what step 2 found      algorithm, protocol and channels of each collective, then the order of the step for
                                     these, by turns until nothing gains (`runtime/tuning`)
 
@@ -12,6 +12,7 @@ Each process has a worker (`worker.py`), so this one does not use the GPUs. docs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from dhelix.launch.shown import figures
 from dhelix.launch.shown.progress import say
 from dhelix.launch.train import step_flags
 from dhelix.launch.tune import picture, processes, tables
-from dhelix.launch.tune.flags import STEP_OPTIONS
+from dhelix.launch.tune.flags import NCCL, STEP_OPTIONS
 from dhelix.launch.tune.process_search import VARIABLES, search
 from dhelix.launch.tune.processes import Place
 from dhelix.launch.tune.tables import Row
@@ -43,6 +44,7 @@ from dhelix.launch.tune.worker import Request
 from dhelix.passes.framework.fingerprint import of_bytes
 from dhelix.passes.plans import plan_files
 from dhelix.passes.tuning.measurements import LimitReached
+from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.profiles.profile import FASTEST, SETTINGS
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.tuning.records import read
@@ -75,7 +77,18 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
             tuning.write(tables.fastest(rows), chosen["out"])
     if chosen["json"]:
         print(
-            json.dumps([{"setting": r.setting, "environment": dict(r.environment), **r.result} for r in rows], indent=1)
+            json.dumps(
+                [
+                    {
+                        "setting": r.setting,
+                        "implementation": r.implementation or NCCL,
+                        "environment": dict(r.environment),
+                        **r.result,
+                    }
+                    for r in rows
+                ],
+                indent=1,
+            )
         )
     else:
         tables.show(rows, console)
@@ -84,7 +97,13 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         name = row.name if row is tables.fastest(rows) else f"{row.name} (not chosen)"
         picture.save(row.result, chosen["picture"], f"{chosen['preset']}, {name}")
     if chosen["out"]:
-        say(console, f"wrote {chosen['out']}: dhelix train --plan {chosen['out']}, or strand_interleave(plan=...)")
+        form = tables.fastest(rows).implementation
+        also = (f" --collective_matmul {form}", f", collective_matmul={form!r}") if form else ("", "")
+        say(
+            console,
+            f"wrote {chosen['out']}: dhelix train --plan {chosen['out']}{also[0]}, or "
+            f"strand_interleave(plan=...{also[1]})",
+        )
     return 0
 
 
@@ -107,19 +126,25 @@ class _Tuning:
     def run(self) -> list[Row]:
         """Returns what was found in each process; the last one is the one in which collectives were tuned."""
         settings = tuple(dict.fromkeys(self._chosen["settings"]))
-        rows: list[Row] = [self._row(setting, {}, 0.0) for setting in settings] if len(settings) > 1 else []
-        best: str = tables.fastest(rows).setting if rows else self._chosen["settings"][0]
+        forms = self._implementations()
+        several = len(settings) > 1 or len(forms) > 1
+        rows: list[Row] = [self._row(setting, {}, 0.0, forms[0]) for setting in settings] if several else []
+        best: str = tables.fastest(rows).setting if rows else settings[0]
+        for form in forms[1:]:
+            with self._said_if_fails(form):
+                rows.append(self._row(best, {}, 0.0, form))
+        form = tables.fastest(rows).implementation if rows else forms[0]
         environment: Mapping[str, str] = {}
         if self._chosen["process"]:
             fixed = {name for name in VARIABLES if name in os.environ or name in SETTINGS[best].environment}
 
             def evaluate(tried: Mapping[str, str]) -> float:
-                if known := next((row for row in rows if (row.setting, row.environment) == (best, tried)), None):
+                if known := next((row for row in rows if row.place == (best, form, tried)), None):
                     return known.seconds[DEFAULTS]
                 if self._spent() > _PROCESS_SHARE * 60.0 * self._chosen["minutes"]:
                     raise LimitReached("the time for processes is over")
                 try:
-                    rows.append(self._row(best, tried, 0.0))
+                    rows.append(self._row(best, tried, 0.0, form))
                 except DhelixError as error:
                     if not tried:
                         raise  # the step itself does not run
@@ -129,7 +154,22 @@ class _Tuning:
 
             environment = search(evaluate, fixed).environment
         left = max(self._chosen["minutes"] - self._spent() / 60.0, 0.0)
-        return [*rows, self._row(best, environment, left)]
+        return [*rows, self._row(best, environment, left, form)]
+
+    def _implementations(self) -> tuple[str, ...]:
+        """The values of `collective_matmul` to measure; "": what the flags say, or NCCL alone."""
+        given = self._chosen["implementations"]
+        if given is None:
+            given = [NCCL] if "collective_matmul" in self._options else [NCCL, "auto"]
+        return tuple(dict.fromkeys("" if form == NCCL else form for form in given))
+
+    @contextlib.contextmanager
+    def _said_if_fails(self, form: str) -> Iterator[None]:
+        """Says that an implementation cannot be measured, and goes on."""
+        try:
+            yield
+        except DhelixError as error:
+            say(self._console, f"collective matmul {form}: {error}")
 
     def write(self, row: Row, path: str) -> None:
         """Copies the plan of a row's worker to `path`."""
@@ -140,13 +180,13 @@ class _Tuning:
         except OSError as error:
             raise DhelixError(f"{path}: cannot be written ({error.strerror}): choose another place") from None
 
-    def _row(self, setting: str, environment: Mapping[str, str], minutes: float) -> Row:
+    def _row(self, setting: str, environment: Mapping[str, str], minutes: float, form: str) -> Row:
         self._number += 1
         out = self._folder / f"plan{self._number}.json"
-        name = Row(setting, environment, {}).name
+        name = Row(setting, environment, {}, implementation=form).name
         request = Request(
             self._preset,
-            self._options,
+            {**self._options, "collective_matmul": form} if form else self._options,
             self._chosen["plan"],
             str(out),
             minutes,
@@ -158,7 +198,7 @@ class _Tuning:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(self._folder / "cache")
         variables = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": cache, **environment}
         place = Place(setting, self._chosen["link"], variables, self._gpus)
-        return Row(setting, environment, processes.tuned(request, place, self._told), out)
+        return Row(setting, environment, processes.tuned(request, place, self._told), out, form)
 
     def _told(self, what: str) -> None:
         if what != self._said:  # a worker says again what it does, as a sign of life
@@ -179,6 +219,13 @@ def _check(chosen: Mapping[str, Any], arguments: list[str]) -> None:
     if unknown or not chosen["settings"]:
         raise DhelixError(f"--settings {','.join(unknown)} is unknown; choose from {', '.join(SETTINGS)}")
     StepOptions(**{n: v for n, v in step_flags.given(chosen).items() if n in STEP_OPTIONS})
+    if chosen["implementations"] is not None:
+        if chosen["collective_matmul"]:
+            raise DhelixError("--collective_matmul names one implementation; leave it or --implementations out")
+        if not chosen["implementations"]:
+            raise DhelixError("--implementations is empty; give nccl, auto or forms such as ring")
+        for form in set(chosen["implementations"]) - {NCCL, "auto", "hybrid"}:
+            Form.parse(form)
     if chosen["plan"]:
         plan_files.load(chosen["plan"])
     if chosen["out"] and not Path(chosen["out"]).absolute().parent.is_dir():

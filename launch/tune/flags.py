@@ -10,6 +10,9 @@ from dhelix.launch.train import step_flags
 from dhelix.profiles import hardware
 from dhelix.profiles.profile import SETTINGS
 
+NCCL = "nccl"
+"""The implementation without collective matmuls."""
+
 STEP_OPTIONS = ("schedule", "plan", "profile", "skew", "memory_limit", "max_in_flight", "collective_matmul")
 """Options of `strand_interleave` that have a flag: they decide what collectives overlap with."""
 
@@ -39,6 +42,13 @@ def define_flags(values: flags.FlagValues) -> None:
         None,
         f"launch settings to tune under, from {', '.join(SETTINGS)} (default: connections1, and what "
         "is usually the fastest over --link)",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "implementations",
+        None,
+        "what carries out collectives next to matrix products: nccl, or collective matmuls as --collective_matmul has "
+        "them, such as auto or ring; all are measured (default: nccl,auto; with --collective_matmul that one)",
         flag_values=values,
     )
     flags.DEFINE_enum("link", hardware.LINKS[0], list(hardware.LINKS), "link between the GPUs", flag_values=values)

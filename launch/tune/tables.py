@@ -27,20 +27,27 @@ class Row:
       environment: variables that the search over processes added.
       result: what the worker found (`tuned.as_json`).
       plan: the plan file that the worker wrote.
+      implementation: the step's `collective_matmul`; "": collectives by NCCL, or as the flags say.
     """
 
     setting: str
     environment: Mapping[str, str]
     result: Mapping[str, Any]
     plan: Path | None = None
+    implementation: str = ""
 
     @property
     def seconds(self) -> Mapping[str, float]:
         return self.result["seconds"]
 
     @property
+    def place(self) -> tuple[str, str, Mapping[str, str]]:
+        return self.setting, self.implementation, self.environment
+
+    @property
     def name(self) -> str:
-        return " ".join([self.setting, *(f"{name}={value}" for name, value in self.environment.items())])
+        matmuls = [f"collective matmul {self.implementation}"] if self.implementation else []
+        return " ".join([self.setting, *matmuls, *(f"{name}={value}" for name, value in self.environment.items())])
 
 
 def gains(rows: Sequence[Row]) -> tuple[float, float]:
@@ -82,10 +89,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def fastest(rows: Sequence[Row]) -> Row:
-    """The row with the least time of a step. Of rows that are as fast but for chance, the one with fewest variables."""
+    """The row with the least time of a step. Of rows that are as fast but for chance, the one with the
+    fewest variables, and without collective matmuls."""
     least = min(min(row.seconds.values()) for row in rows)
     near = [row for row in rows if min(row.seconds.values()) * (1.0 - FASTER) <= least]
-    return min(near, key=lambda row: (len(row.environment), min(row.seconds.values())))
+    return min(near, key=lambda row: (len(row.environment), bool(row.implementation), min(row.seconds.values())))
 
 
 def drawn(rows: Sequence[Row]) -> Row:

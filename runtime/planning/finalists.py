@@ -29,8 +29,10 @@ from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.sharding.factors import Factors
 from dhelix.passes.sharding.planner import Candidate, Planned
 from dhelix.runtime.compiler import deviceless, lowering, tuned
+from dhelix.runtime.sharding.nnx_objects import unwrapped
 from dhelix.runtime.sharding.placed_states import state_shardings, without_axes
 from dhelix.runtime.sharding.state_plan import StatePlan
+from dhelix.runtime.step.frameworks.nnx_front import is_nnx_jitted
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
@@ -99,9 +101,10 @@ def _seconds(
         made = step.but(sharding=states_plan)
     else:
         profile = None if target.model is None else target.model.profile
-        holding = tuple(_holding(args, states))
-        made = interleaved(step, StepOptions(sharding=states_plan, profile=profile).but(donate_argnums=holding))
-    lowered = made.lower(*_placed(args, states, states_plan, axes))
+        options = StepOptions(sharding=states_plan, profile=profile)
+        jitted = jax_compat.is_jitted(step) or is_nnx_jitted(step)  # has options of its own
+        made = interleaved(step, options if jitted else options.but(donate_argnums=tuple(_holding(args, states))))
+    lowered = unwrapped(made.lower(*_placed(args, states, states_plan, axes)))
     if deviceless.are_attached(jax_compat.devices(lowered)):
         return step_parts(lowering.compiled_module(lowered.compile()), target.costs()).seconds
     scheduled = tuned.scheduled(lowered)

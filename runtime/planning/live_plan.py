@@ -52,10 +52,13 @@ from dhelix.profiles.profile import Section
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
 from dhelix.runtime.planning.finalists import by_programs, finalists, near
 from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments, summed_bytes
+from dhelix.runtime.sharding import nnx_objects
 from dhelix.runtime.sharding.placed_states import without_axes
 from dhelix.runtime.sharding.state_plan import StatePlan
+from dhelix.runtime.step.frameworks import nnx_front
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.options import AUTO, StepOptions
+from dhelix.runtime.step.strand_interleave import interleaved
 from dhelix.runtime.step.target import Target
 
 _INSIDE = "inside"
@@ -288,13 +291,28 @@ def overlap_of(step: Callable[..., Any]) -> Overlap:
 
 
 def _lowered(step: Callable[..., Any], args: Sequence[Any]) -> jax.stages.Lowered:
+    """The plain program of a step. A step of NNX objects returns them changed, as `nnx.jit` makes it."""
+    if nnx_front.has_objects(args) and not isinstance(step, InterleavedStep):
+        step = interleaved(step, StepOptions())
     if isinstance(step, InterleavedStep):
-        return step.trace(*args).lower()
+        lowered = nnx_objects.unwrapped(step.trace(*args).lower())
+        _check_shared(lowered, args)
+        return lowered
     if jax_compat.is_jitted(step):
         return step.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those of the batch
         return jax.jit(step, donate_argnums=tuple(range(len(args)))).lower(*args)
+
+
+def _check_shared(lowered: jax.stages.Lowered, args: Sequence[Any]) -> None:
+    """Refuses NNX objects that share variables: these are arguments once, and leaves of the objects twice."""
+    arguments, leaves = len(jax.tree.leaves(lowered.args_info)), len(jax.tree.leaves(tuple(args)))
+    if nnx_front.has_objects(args) and arguments != leaves:
+        raise ShardingError(
+            f"{leaves - arguments} variables belong to several objects; give one `nnx.state((model, optimizer))` to a "
+            "step that merges it"
+        )
 
 
 def _target(lowered: jax.stages.Lowered, profile: Any) -> Target:

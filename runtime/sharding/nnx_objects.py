@@ -39,6 +39,11 @@ def argument_paths(arguments: Any) -> list[LeafPath]:
     return [found[number] for number in range(len(paths))]
 
 
+def unwrapped(lowered: Any) -> jax.stages.Lowered:
+    """The lowered step of arrays that `nnx.jit` made of a step of objects; other lowered steps as they are."""
+    return getattr(lowered, "lowered", lowered)
+
+
 def _made_again(context: Any, path: Any, prefix: Any, split: Any) -> Any:
     """The object that was split into an `nnx.NodeStates`. `context` is an `nnx.MergeContext`."""
     return context.unflatten(split.graphdef, *split.states)

@@ -89,6 +89,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dhelix_tune(tmp_path: Path, *arguments: object, settings: str = "--settings=connections1") -> int:
     given = ["--preset=llama-demo", "--records", str(tmp_path / "records"), *filter(None, [settings])]
+    given += [] if any("--implementations" in str(one) for one in arguments) else ["--implementations=nccl"]
     with pytest.raises(SystemExit) as stopped:
         cli.main(["tune", *given, *map(str, arguments)])
     return stopped.value.code or 0  # type: ignore[return-value]
@@ -96,6 +97,25 @@ def dhelix_tune(tmp_path: Path, *arguments: object, settings: str = "--settings=
 
 def seen(tmp_path: Path) -> list[Any]:
     return [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+
+
+def test_implementations_are_measured_under_the_fastest_launch_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A form that is not faster is not chosen; one that is goes on, and the user reads how to train with it."""
+    script, out = tmp_path / "worker.py", tmp_path / "plan.json"
+    for seconds, chosen in ((1.0, {}), (0.9, {"collective_matmul": "ring"})):
+        form = f"{{'ring': {seconds}}}.get(request['options'].get('collective_matmul'), 1)"
+        tunes = 'tunes = request["minutes"] > 0'
+        assert tunes in WORKER
+        script.write_text(WORKER.replace(tunes, f"{tunes}\ndefault *= {form}"))
+        (tmp_path / "seen").unlink(missing_ok=True)
+        given = "--implementations=nccl,ring,auto", "--noprocess", "--force", "--out", out
+        assert dhelix_tune(tmp_path, *given, settings="--settings=default,connections1") == 0
+        asked = [run["request"]["options"].get("collective_matmul") for run in seen(tmp_path)]
+        assert asked[:4] == [None, None, "ring", "auto"]
+        assert seen(tmp_path)[-1]["request"]["options"] == chosen
+        assert ("--collective_matmul ring" in capsys.readouterr().out) == bool(chosen)
 
 
 def test_the_process_is_tuned_first_then_each_collective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
