@@ -15,6 +15,7 @@ from dhelix.passes.analysis.collectives import is_exclusive
 from dhelix.passes.analysis.configuration import backend_config
 from dhelix.passes.evaluation.custom_calls import attention_flops, convolution_flops, family_of, product_flops
 from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.profiles.estimates import roofline
 
 SLICES = frozenset("dynamic-slice slice gather".split())
 
@@ -27,14 +28,14 @@ class Work:
       bytes: bytes read and written.
       unit: what bounds the time: operations or memory (`product`, `attention`), or memory alone (`memory`).
       bits: width of the elements of a product's inputs.
-      head: elements of a head of attention; 0 if unknown.
+      executed: operations of attention that are executed for each one in `flops` (`roofline.executed`).
     """
 
     flops: float
     bytes: int
     unit: Literal["product", "attention", "memory"] = "memory"
     bits: int = 16
-    head: int = 0
+    executed: float = 1.0
 
 
 def work_of(instruction: Instruction) -> Work:
@@ -135,7 +136,9 @@ def _custom_call_work(call: Instruction) -> Work:
         return _collective_matmul_work(call, result)
     if attention := config.get("cudnn_fmha_backend_config"):
         flops = _attention_flops(result, attention, "Backward" in target)
-        return Work(flops, touched_bytes(call), "attention", head=result.dimensions[-1])
+        skips = not ("CAUSAL" in attention.get("mask_type", "") and "Bias" in target)
+        executed = roofline.executed(result.dimensions[-1], skips)
+        return Work(flops, touched_bytes(call), "attention", executed=executed)
     return _family_work(call)
 
 

@@ -170,7 +170,7 @@ def _work_cost(work: Work, hardware: Hardware) -> Cost:
     if work.unit == "product":
         seconds = roofline.gemm_seconds(work.flops, work.bytes, hardware, work.bits)
     elif work.unit == "attention":
-        seconds = roofline.attention_seconds(work.flops, work.bytes, hardware, work.head)
+        seconds = roofline.attention_seconds(work.flops, work.bytes, hardware, work.executed)
     else:
         seconds = roofline.memory_seconds(work.bytes, hardware)
     return Cost(seconds, work.flops, work.bytes)

@@ -64,8 +64,9 @@ def roofline_seconds(key: Key, hardware: Hardware) -> float:
         width = _WIDTH.match(key.family)
         seconds = roofline.gemm_seconds(key.flops, key.bytes, hardware, int(width[1]) if width else 16)
     elif key.kind in ("attention", "attention-backward"):
-        head = key.sizes[_HEAD] if len(key.sizes) > _HEAD else 0
-        seconds = roofline.attention_seconds(key.flops, key.bytes, hardware, head)
+        head, options = key.sizes[_HEAD] if len(key.sizes) > _HEAD else 0, key.family.split(":")
+        executed = roofline.executed(head, not {"causal", "bias"} <= set(options))
+        seconds = roofline.attention_seconds(key.flops, key.bytes, hardware, executed)
     else:
         seconds = roofline.memory_seconds(key.bytes, hardware)
     return max(seconds, 1e-9)

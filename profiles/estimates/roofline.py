@@ -29,15 +29,25 @@ _HEAD = 64
 and heads of 64 about two thirds (docs/research_log.md, "Head sizes of attention")."""
 
 
-def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware, head: int = 0) -> float:
+def executed(head: int, skips: bool = True) -> float:
+    """Operations that fused attention executes for each one that counts.
+
+    Args:
+      head: elements of a head; 0 if unknown.
+      skips: whether it skips what a causal mask hides. With addends to the scores, such as a mask of documents, cuDNN
+        does not (docs/research_log.md, "Masks of documents").
+    """
+    return (math.ceil(head / _HEAD) * _HEAD / head if head else 1.0) * (1.0 if skips else 2.0)
+
+
+def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware, executed: float = 1.0) -> float:
     """Time of fused attention.
 
     Args:
       flops: without masked operations. A causal mask masks half of the operations.
-      head: elements of a head; 0 if unknown.
+      executed: see `executed`.
     """
-    padded = math.ceil(head / _HEAD) * _HEAD / head if head else 1.0
-    arithmetic = padded * flops / (hardware.peak_flops * hardware.attention_efficiency)
+    arithmetic = executed * flops / (hardware.peak_flops * hardware.attention_efficiency)
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 

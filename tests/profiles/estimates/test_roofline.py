@@ -30,8 +30,9 @@ def test_a_kernel_takes_the_longer_of_arithmetic_and_traffic() -> None:
     assert roofline.gemm_seconds(1e12, 1e6, ROUND) == 2.0
     assert roofline.gemm_seconds(1e9, 1e9, ROUND) == 2.0
     assert roofline.attention_seconds(1e12, 1e6, ROUND) == 4.0
-    assert roofline.attention_seconds(1e12, 1e6, ROUND, 128) == roofline.attention_seconds(1e12, 1e6, ROUND, 64) == 4.0
-    assert roofline.attention_seconds(1e12, 1e6, ROUND, 80) == 4.0 * 128 / 80
+    assert (roofline.executed(128), roofline.executed(64), roofline.executed(0)) == (1.0, 1.0, 1.0)
+    assert (roofline.executed(80), roofline.executed(128, skips=False)) == (1.6, 2.0)
+    assert roofline.attention_seconds(1e12, 1e6, ROUND, 1.6) == 1.6 * 4.0
 
 
 @pytest.mark.parametrize(("bits", "seconds"), [(8, 1.0), (16, 2.0), (32, 4.0)])
