@@ -72,7 +72,8 @@ def of_json(content: Any, where: str, name: str = "cluster") -> Cluster:
         raise ClusterError(f"{where} is not a JSON object; docs/guide/simulate.md shows a cluster file")
     content = {**content, "gpu": _gpu(content["gpu"])} if "gpu" in content else content
     _check_keys(content, where)
-    gpu, described = content["gpu"], describe(content["gpu"])
+    gpu, said = content["gpu"], content.get("link")
+    described = describe(gpu, said if said in LINKS else LINKS[0])  # nodes without peer-to-peer have slow links inside
     fields: dict[str, Any] = {"gpus_per_node": content.get("gpus_per_node", described.gpus_per_node)}
     if "nodes_per_leaf" in content:
         fields |= {"nodes_per_leaf": content["nodes_per_leaf"], "oversubscription": _oversubscription(content, where)}

@@ -10,7 +10,7 @@ from dhelix.profiles.clusters import cluster_file, known
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.profiles.clusters.constants import CONSTANTS, ClusterError
 from dhelix.profiles.estimates import roofline
-from dhelix.profiles.hardware import H100
+from dhelix.profiles.hardware import H100, describe
 
 MINIMAL: dict[str, Any] = {"gpu": "H100", "nodes": 4}
 
@@ -80,6 +80,14 @@ def test_own_links_are_not_taken_for_measured_ones() -> None:
     assert cluster_file.of_json(MINIMAL, "a").link == "nvlink"
     assert cluster_file.of_json(pcie, "a").link == ""
     assert cluster_file.of_json({**MINIMAL, "link": "none"}, "a").link == ""
+
+
+def test_nodes_without_peer_to_peer_have_its_links() -> None:
+    cluster = cluster_file.of_json({"gpu": "H200", "nodes": 1, "gpus_per_node": 2, "link": "no-p2p"}, "a file")
+    here = describe("H200", "no-p2p")
+    assert (cluster.link, cluster.gpus_per_node) == ("no-p2p", 2)
+    assert cluster.hardware.intra_bandwidth == here.intra_bandwidth < describe("H200").intra_bandwidth
+    assert cluster.hardware.rates(False) == here.rates(False)
 
 
 def test_oversubscribed_spines_slow_all_to_alls_over_several_leaves() -> None:
