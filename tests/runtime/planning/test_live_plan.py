@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -261,6 +262,47 @@ def test_a_pipeline_hides_no_collective_of_its_states() -> None:
     assert overlap_of(piped) is NOTHING and overlap_of(strand_interleave(train_step)) == Overlap() == overlap_of(
         train_step
     )
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, words: jax.Array) -> jax.Array:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return self.head(x)
+
+
+def changes_objects(model: Net, optimizer: nnx.Optimizer, words: jax.Array) -> jax.Array:
+    value, gradients = nnx.value_and_grad(lambda model: jnp.mean(jnp.square(model(words))))(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("form", [lambda step: step, nnx.jit, strand_interleave])
+def test_a_step_of_nnx_objects_is_planned(form: Any) -> None:
+    """The objects are changed in place, so the step returns no state by itself."""
+    on = dhelix.deviceless.mesh({"dp": 8})
+
+    def made() -> Any:
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def place(leaf: Any, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, spec))
+
+    definition, state = nnx.split(nnx.eval_shape(made))
+    objects = nnx.merge(definition, jax.tree.map(place, state))
+    words = place(jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), P("dp"))
+    found = dhelix.plan_sharding(form(changes_objects), *objects, words, compare=False)
+    biases = LAYERS * WIDTH + WORDS
+    assert found.at_hand.job.sizes.parameters == PHI + biases
+    assert found.at_hand.job.kept.optimizer == pytest.approx(8.0, rel=0.01)
 
 
 def test_what_does_not_fit_is_one_error() -> None:
