@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.framework.manager import say_once
 from dhelix.passes.framework.units import milliseconds, parse_bytes
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.plans import plan_files
@@ -50,7 +51,7 @@ from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.profile import Section
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
-from dhelix.runtime.planning.finalists import by_programs, finalists, near
+from dhelix.runtime.planning.finalists import NEAR, by_programs, finalists, near
 from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments, summed_bytes
 from dhelix.runtime.sharding import nnx_objects
 from dhelix.runtime.sharding.placed_states import without_axes
@@ -194,6 +195,12 @@ def compared(
     """The planner's result after a comparison of its closest candidates by their programs, and a line about it."""
     if here.target is None or not (closest := near(found)):
         return found, ()
+    names = ", ".join(one.factors.strategy or str(one.factors) for one in closest)
+    say_once(
+        f"compiles {names} as they would run, because formulas expect them within {NEAR:.0%} (compare=False and "
+        "--nocompare leave this out)",
+        (names,),
+    )
     return by_programs(found, finalists(step, args, here.states, here.axes, closest, here.target))
 
 
