@@ -126,14 +126,14 @@ class _Tuning:
     def run(self) -> list[Row]:
         """Returns what was found in each process; the last one is the one in which collectives were tuned."""
         settings = tuple(dict.fromkeys(self._chosen["settings"]))
-        forms = self._implementations()
-        several = len(settings) > 1 or len(forms) > 1
-        rows: list[Row] = [self._row(setting, {}, 0.0, forms[0]) for setting in settings] if several else []
+        first, *others = self._implementations()
+        several = len(settings) > 1 or bool(others)
+        rows: list[Row] = [self._row(setting, {}, 0.0, first) for setting in settings] if several else []
         best: str = tables.fastest(rows).setting if rows else settings[0]
-        for form in forms[1:]:
+        for form in others:
             with self._said_if_fails(form):
                 rows.append(self._row(best, {}, 0.0, form))
-        form = tables.fastest(rows).implementation if rows else forms[0]
+        form = tables.fastest(rows).implementation if rows else first
         environment: Mapping[str, str] = {}
         if self._chosen["process"]:
             fixed = {name for name in VARIABLES if name in os.environ or name in SETTINGS[best].environment}
