@@ -125,7 +125,7 @@ class _Tuning:
 
     def run(self) -> list[Row]:
         """Returns what was found in each process; the last one is the one in which collectives were tuned."""
-        settings = tuple(dict.fromkeys(self._chosen["settings"]))
+        settings = list(dict.fromkeys(self._chosen["settings"]))
         first, *others = self._implementations()
         several = len(settings) > 1 or bool(others)
         rows: list[Row] = [self._row(setting, {}, 0.0, first) for setting in settings] if several else []
