@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from rich import progress
 from rich.console import Console
 
-_LINES = 20
+_LINES = 20  # of steps, where there is no terminal
+_SILENCE = 30.0  # seconds after which there is a line all the same
 
 
 class Progress:
@@ -15,6 +18,7 @@ class Progress:
         self._console = console
         self._first, self._last, self._what = first, last, what
         self._interval = max(1, (last - first) // _LINES)
+        self._written = time.monotonic()
         self._bar = None if not console.is_terminal else progress.Progress(
             progress.TextColumn(f"{what} {{task.completed}}/{{task.total}}"),
             progress.BarColumn(bar_width=30),
@@ -37,15 +41,20 @@ class Progress:
         """Shows that `number` steps are done, followed by `words`. A `number` above `last` becomes the new `last`.
 
         Args:
-          always: whether to write a line where there is no terminal, even if only some steps have one.
+          always: whether to write a line that stays, even if only some steps have one. On a terminal, it stands above
+            the bar.
         """
         text = "  ".join(words)
         self._last = max(self._last, number)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, total=self._last, description=text)
-        elif always or number in (self._first + 1, self._last) or number % self._interval == 0:
-            line = f"{self._what} {number:>{len(str(self._last))}}/{self._last}  {text}"
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+            due = always
+        else:
+            silent = time.monotonic() - self._written >= _SILENCE
+            due = always or silent or number in (self._first + 1, self._last) or number % self._interval == 0
+        if due:
+            self._written = time.monotonic()
+            say(self._console, f"{self._what} {number:>{len(str(self._last))}}/{self._last}  {text}")
 
 
 def say(console: Console, text: str) -> None:

@@ -184,7 +184,8 @@ def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: C
             if board is not None:
                 board.write(step)
             compiled = len(steps) == 1  # the time of the first step says nothing of the others
-            words = () if compiled else (*results.speed(run, steps), results.time_left(run, steps))
+            left = () if console.is_terminal else (results.time_left(run, steps),)  # the bar shows its own
+            words = () if compiled else (*results.speed(run, steps), *left)
             progress.update(step.number, str(step), *words, always=step.evaluation is not None or step.skipped)
             if len(steps) == 2 * COMPARED + 1 and (gain := results.measured_gain(steps)) is not None:
                 say(console, gain)
