@@ -7,7 +7,8 @@
 What may happen, and what the loop does:
 
     Ctrl-C, SIGTERM      ends after the step that runs, and saves a checkpoint; all processes end after the same step
-    loss not finite      writes the step's batch to a file; `--on_nan skip` goes on without the update, else it ends
+    not finite           a loss or gradients: writes the step's batch to a file; `--on_nan skip` goes on without the
+                         update, else it ends before such an update can be saved
     kill -9, power off   nothing: checkpoints are renamed when they are complete, so a resumed run takes the newest
 """
 
@@ -125,8 +126,8 @@ class Run:
         """Takes the remaining steps one by one and yields their results.
 
         Raises:
-          DhelixError: a loss is not finite, and the options do not say to skip such steps; or too many steps in a row
-            had to be skipped.
+          DhelixError: a loss or gradients are not finite, and the options do not say to skip such steps; or too many
+            steps in a row had to be skipped.
         """
         skipped, batches = 0, self.batches.after(self.first_row)
         following = next(batches)
@@ -141,7 +142,7 @@ class Run:
                 others = {name: float(value) for name, value in metrics.items()}
                 loss, grad_norm = others.pop("loss"), others.pop("grad_norm")
             seconds = time.perf_counter() - begun
-            finite = math.isfinite(loss) and (math.isfinite(grad_norm) or self.options.on_nan == "stop")
+            finite = math.isfinite(loss) and math.isfinite(grad_norm)  # such gradients spoil the parameters
             if not finite:
                 self._lost(number + 1, loss, batch, skipped)
             skipped = 0 if finite else skipped + 1
@@ -157,7 +158,7 @@ class Run:
         return _Trace(self.options.trace, number + 1 == first, number + 1 == last)
 
     def _lost(self, number: int, loss: float, batch: dict[str, jax.Array], skipped: int) -> None:
-        """Writes down the batch of a step whose loss is not finite. Raises DhelixError if the run has to end."""
+        """Writes down the batch of a step that is not finite. Raises DhelixError if the run has to end."""
         file = Path(self.options.checkpoint_dir or ".") / f"bad_batch_{number}_{jax.process_index()}.npz"
         first = self.rows_after(number - 1)
         own = [self.batches.row(first + n) for n in self.batches.own]
@@ -167,14 +168,17 @@ class Run:
             kept = f"its batch is in {file}"
         except OSError as error:
             kept = f"its batch could not be written to {file} ({error.strerror})"
+        what = f"the loss of step {number} is {loss}"
+        if math.isfinite(loss):
+            what = f"the gradients of step {number} are not finite, at a loss of {loss:.4f}"
         if self.options.on_nan == "stop" and number == self.first + 1:
             raise DhelixError(
-                f"the loss of step {number} is {loss}, before this run has updated anything; {kept}; parameters are "
+                f"{what}, before this run has updated anything; {kept}; parameters are "
                 "not finite, or the batch is to blame: start from another checkpoint"
             )
         if self.options.on_nan == "stop":
             raise DhelixError(
-                f"the loss of step {number} is {loss}; {kept}; use a smaller --lr than {self.options.lr}, or go on "
+                f"{what}; {kept}; use a smaller --lr than {self.options.lr}, or go on "
                 "without such steps by --on_nan skip"
             )
         if skipped + 1 >= _MOST_SKIPPED:

@@ -21,14 +21,15 @@ from dhelix.launch.train.watch import results
 NAN = float("nan")
 
 
-def fake_run(losses: list[float], **options: Any) -> loop.Run:
-    """A run whose step returns these losses, one after the other. The state counts the steps."""
+def fake_run(losses: list[float], norms: list[float] | None = None, **options: Any) -> loop.Run:
+    """A run whose step returns these losses and norms of gradients, one after the other. The state counts the steps."""
     given = {"layers": 1, "seq": 16, "steps": len(losses), "save_every": 1, "data": __file__} | options
     run = trainer.prepare(trainer.Options(**given))
 
     def step(state: Any, batch: Any) -> Any:
         assert batch["tokens"].shape == (run.batch, 17)
-        return {"steps": state["steps"] + 1}, {"loss": losses[int(state["steps"])], "grad_norm": 1.0}
+        number = int(state["steps"])
+        return {"steps": state["steps"] + 1}, {"loss": losses[number], "grad_norm": norms[number] if norms else 1.0}
 
     run.step, run.state = step, {"steps": jnp.int32(0)}
     return run
@@ -44,6 +45,15 @@ def test_a_loss_that_is_no_number_stops_the_run_and_its_batch_is_written(tmp_pat
     with np.load(tmp_path / "bad_batch_3_0.npz") as kept:
         assert kept["first_row"] == 2 * run.batch
         np.testing.assert_array_equal(kept["tokens"][1], run.batches.row(2 * run.batch + 1)["tokens"])
+
+
+def test_gradients_that_are_no_numbers_stop_the_run_before_their_update_is_saved(tmp_path: Path) -> None:
+    run = fake_run([2.0, 1.0, 1.0], [1.0, NAN, 1.0], checkpoint_dir=str(tmp_path))
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        with pytest.raises(DhelixError, match="the gradients of step 2 are not finite, at a loss of 1.0000; its batch"):
+            loop.train(run, checkpoints)
+        checkpoints.wait()
+        assert checkpoints.latest_step == 1 and (tmp_path / "bad_batch_2_0.npz").exists()
 
 
 def test_a_first_loss_that_is_no_number_blames_what_was_read(tmp_path: Path) -> None:
