@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import unicodedata
 from functools import partial
 from typing import Any
 
@@ -43,11 +44,18 @@ class Generated:
     ended: bool
 
     def __str__(self) -> str:
-        """Lines for people. A bar before each line shows where blank lines and spaces of the model are."""
+        """Lines for people. A bar before each line shows where blank lines and spaces of the model are.
+
+        Control characters, which a terminal would obey, are shown as Python writes them.
+        """
         count = f"{self.tokens} token{'s' * (self.tokens != 1)}"
         lines = [f"prompt: {json.dumps(self.prompt, ensure_ascii=False)}"]
         lines.append(f"the model adds {count}{' and ends the document' if self.ended else ''}:")
-        return "\n".join(lines + [f"| {line}" for line in self.text.split("\n")])
+        return "\n".join(lines + [f"| {_shown(line)}" for line in self.text.split("\n")])
+
+
+def _shown(line: str) -> str:
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c != "\t" else c for c in line)
 
 
 def generate(run: Run, tokenizer: Tokenizer, text: str, tokens: int, temperature: float = 0.0) -> Generated:

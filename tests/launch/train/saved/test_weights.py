@@ -87,6 +87,7 @@ def test_the_likeliest_tokens_follow(tmp_path: Path) -> None:
 def test_what_a_model_adds_is_told_from_the_prompt() -> None:
     shown = str(Generated('a "', "\n\n b", 4, True))
     assert shown == 'prompt: "a \\""\nthe model adds 4 tokens and ends the document:\n| \n| \n|  b'
+    assert str(Generated("a", "\x1b[2J\tb\r", 4, False)).endswith("| \\x1b[2J\tb\\r")
 
 
 @pytest.mark.parametrize(
