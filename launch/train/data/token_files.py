@@ -45,7 +45,7 @@ def load(path: Path, name: str = "") -> Documents:
         else:
             tokens = np.memmap(path, np.uint16, "r") if path.suffix == ".bin" else np.load(path, mmap_mode="r")
             stops, vocabulary, tokenizer = np.array([tokens.size]), 0, path.name
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} holds no tokens that can be read ({error}); make it again") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise DataError(

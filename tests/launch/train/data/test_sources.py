@@ -101,6 +101,7 @@ def test_bad_data_is_refused(tmp_path: Path, tokenizer: tokenizers.Tokenizer) ->
         ("b.jsonl", b'{"text": "x"}\n', "body", "line 1 has no field 'body'"),
         ("c.jsonl", b'{"text": 3}\n', "text", "line 1: 'text' is no text"),
         ("d.npy", b"no array", "text", "holds no tokens that can be read"),
+        ("nothing.npy", b"", "text", "holds no tokens that can be read"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=says):
