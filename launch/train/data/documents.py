@@ -64,6 +64,23 @@ class Documents:
         ends = zlib.crc32(self.tokens[-_END:].tobytes(), zlib.crc32(self.tokens[:_END].tobytes()))
         return f"{self.tokenizer}-{len(self)}-{self.size}-{ends:08x}"
 
+    def change_from(self, fingerprint: str) -> str:
+        """What differs from the data with this fingerprint: "data was 9 documents with ... tokens and is now ..."."""
+        (tokenizer, *before, ends), (own, *now, own_ends) = (
+            text.rsplit("-", 3) for text in (fingerprint, self.fingerprint)
+        )
+        was, is_now = (
+            f"{int(documents):,} document{'s' * (documents != '1')} with {int(size):,} tokens"
+            for documents, size in (before, now)
+        )
+        if tokenizer != own:
+            was, is_now = f"{was} of {tokenizer}", f"{is_now} of {own}"
+        elif before == now:
+            is_now = "other text of the same size"
+        elif ends == own_ends:
+            is_now += " (--eval_every and --eval_fraction keep some for evaluation)"
+        return f"data was {was} and is now {is_now}"
+
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of the stream from `start` to `stop`, and the number of the document of each, counted from 0."""
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right")
@@ -83,8 +100,13 @@ class Documents:
         Raises:
           DataError: they do not, or it does not.
         """
-        needed = self.vocabulary or (int(self.tokens.max()) + 1 if len(self.tokens) else 0)
-        check_vocabulary(self.tokenizer, needed, vocabulary)
+        largest = int(self.tokens.max()) if len(self.tokens) and not self.vocabulary else 0
+        if largest >= vocabulary:
+            raise DataError(
+                f"{self.name} holds token {largest}, but the model has {vocabulary} tokens; give --vocab "
+                f"{_padded(largest + 1)}, or other --data (with --init_from, only that)"
+            )
+        check_vocabulary(self.tokenizer, self.vocabulary, vocabulary)
         if self.size < seq + 1:
             raise DataError(
                 f"{self.name} holds {self.size} tokens, but a row of --seq {seq} needs {seq + 1}; give more text with "
@@ -121,8 +143,12 @@ def check_vocabulary(tokenizer: str, needed: int, vocabulary: int) -> None:
     if needed > vocabulary:
         raise DataError(
             f"the model has {vocabulary} tokens, but the tokenizer ({tokenizer}) has {needed}; give --vocab "
-            f"{-(-needed // 128) * 128}, or another --tokenizer"
+            f"{_padded(needed)}, or another --tokenizer (with --init_from, only that)"
         )
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // 128) * 128
 
 
 def one_after_the_other(name: str, parts: list[np.ndarray], vocabulary: int, tokenizer: str) -> Documents:

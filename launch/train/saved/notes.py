@@ -30,6 +30,8 @@ def changes(before: Mapping[str, Any], run: Run) -> Iterator[str]:
     for name, now in _of_rows(run).items():
         if before.get(name) != now:
             change = f"{name} was {before.get(name)} and is now {now}"
+            if name == "data" and str(before.get(name)).count("-") > 2:  # not in the oldest checkpoints
+                change = run.batches.rows.documents.change_from(before[name])
             yield f"{change}, so the rows differ from those of an uninterrupted run"
     if before.get("batch") != run.batch:
         change = f"a batch had {before.get('batch')} sequences and now has {run.batch}"

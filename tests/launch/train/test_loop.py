@@ -111,6 +111,10 @@ def test_what_has_changed_when_a_run_resumes_is_said() -> None:
         "decay_steps was none and is now 6",
         "optimizer_options was b2=0.95,weight_decay=0.1 and is now b1=0.8,b2=0.95,weight_decay=0.1",
     ]
+    text = next(notes.changes(before | {"data": "bpe.json-1f-1-2345-0"}, run))
+    assert re.match(
+        r"data was 1 document with 2,345 tokens of bpe\.json-1f and is now 1 document .* of bytes, so", text
+    )
     del before["settings"]
     assert not list(notes.changes(before, run)), "checkpoints of before have none"
     notes.check_optimizer(before, run, "it")

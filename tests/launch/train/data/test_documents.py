@@ -1,5 +1,8 @@
 """Documents, their stream, and rows of it: every token is predicted once, and no document sees another."""
 
+import dataclasses
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -55,11 +58,23 @@ def test_of_few_documents_the_end_is_kept_for_evaluation() -> None:
     assert train.read(0, train.size)[0][-1] == 90 and list(held.read(0, 10)[0]) == list(range(91, 101))
 
 
+def test_data_that_differs_is_told_in_words() -> None:
+    train, held = numbered(*[3] * 40).split(0.1)
+    whole = numbered(*[3] * 40)
+    kept = r"\(--eval_every and --eval_fraction keep some for evaluation\)"
+    found = whole.change_from(train.fingerprint)
+    assert re.fullmatch(f"data was 36 documents with 108 tokens and is now 40 documents with 120 tokens {kept}", found)
+    other = dataclasses.replace(held, tokens=held.tokens + 1)
+    assert other.change_from(held.fingerprint).endswith("and is now other text of the same size")
+
+
 def test_documents_that_do_not_fit_the_model_are_refused() -> None:
     documents = one_after_the_other("notes", [np.arange(16, dtype=np.uint8)], 256, "bytes")
     with pytest.raises(DataError, match="holds 16 tokens, but a row of --seq 16 needs 17"):
         documents.check(16, 256)
     with pytest.raises(DataError, match=r"has 100 tokens, but the tokenizer \(bytes\) has 256; give --vocab 256"):
         documents.check(8, 100)
+    with pytest.raises(DataError, match="numbers holds token 12, but the model has 12 tokens; give --vocab 128, or"):
+        numbered(12).check(8, 12)
     with pytest.raises(DataError, match="token 10 of notes is 10, but the model has 10 tokens; give --vocab 16"):
         Rows(documents, seq=15, masked=False, vocabulary=10)[0]
