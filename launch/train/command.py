@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,16 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         raise DhelixError(f"{arguments[0]!r} is not a flag; see `dhelix train --help`")
     chosen: dict[str, Any] = values.flag_values_dict()
     _check(chosen)
+    for name, needed in _ONLY_WITH.items():
+        if values[name].present and not chosen[needed]:
+            raise DhelixError(f"--{name} has no effect without --{needed}; give both or neither")
     if chosen["init_from"] and values["preset"].present:
         raise DhelixError("--init_from gives the model; leave --preset out")
     named = {field.name: chosen[field.name] for field in dataclasses.fields(Options) if field.name != "step"}
     options = Options(**named, step=StepOptions(**step_flags.given(chosen)))
     with json_output.alone(chosen["json"]) as write:
         _prepare_devices(chosen)
+        _check_writable(options)
         quiet = jax.process_index() > 0
         console = Console(stderr=chosen["json"], quiet=quiet)
         prepared = trainer.prepare(options, lambda text: say(console, text))
@@ -152,6 +157,29 @@ def _check(chosen: dict[str, Any]) -> None:
     for name in ("coordinator", "num_processes", "process_id"):
         if chosen[name] is not None and not chosen["distributed"]:
             raise DhelixError(f"--{name} has no effect without --distributed; give both or neither")
+
+
+_ONLY_WITH = {
+    "eval_fraction": "eval_every", "eval_batches": "eval_every", "generate_tokens": "generate",
+    "temperature": "generate",
+}  # fmt: skip
+"""Flags that would be ignored without another one."""
+
+
+def _check_writable(options: Options) -> None:
+    """Raises DhelixError if nothing can be written where files are due at the end, when the training would be lost."""
+    folders = {} if options.trace is None else {"trace": Path(options.trace)}
+    if options.export is not None and jax.process_index() == 0:
+        folders["export"] = Path(options.export).absolute().parent
+    for name, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise DhelixError(
+                f"--{name} {getattr(options, name)} cannot be written ({error.strerror}); give another"
+            ) from None
 
 
 def _prepare_devices(chosen: dict[str, Any]) -> None:

@@ -72,6 +72,8 @@ def prepare(options: Options, say: Callable[[str], None] = lambda text: None) ->
     config = configuration(options)
     documents, others = _documents(options, config, say)
     training, batch = make_training(options, config, jax.devices())
+    if config.dtype == "float16" and jax.default_backend() == "cpu":
+        raise DhelixError("CPU devices do not compute in float16; give --dtype float32 or bfloat16")
     _say_padding(options, training, say)
     masked = options.mask_documents if options.mask_documents is not None else len(documents) > 1
     rows = Rows(documents, config.seq, masked, config.vocab)
