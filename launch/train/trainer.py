@@ -119,8 +119,9 @@ def _documents(
     documents, other = documents_of(options, documents, other)
     if other is not None:
         say(f"evaluation: {other.name}, {len(other):,} document{'s' * (len(other) > 1)}, {other.size:,} tokens")
-    for one in filter(None, (documents, other)):
-        one.check(config.seq, config.vocab)
+    documents.check(config.seq, config.vocab, purpose="" if other is None else " for training")
+    if other is not None:
+        other.check(config.seq, config.vocab, "data" if options.eval_data is None else "eval_data", " for evaluation")
     return documents, other
 
 

@@ -94,8 +94,12 @@ class Documents:
             begun = self.ends[document]
         return np.concatenate(pieces), np.concatenate(numbers)
 
-    def check(self, seq: int, vocabulary: int) -> None:
+    def check(self, seq: int, vocabulary: int, flag: str = "data", purpose: str = "") -> None:
         """Checks that the documents fill a row of `seq` + 1 tokens, and that the model knows their tokens.
+
+        Args:
+          flag: the flag that names the documents.
+          purpose: what they are for, as messages say it.
 
         Raises:
           DataError: they do not, or it does not.
@@ -104,13 +108,13 @@ class Documents:
         if largest >= vocabulary:
             raise DataError(
                 f"{self.name} holds token {largest}, but the model has {vocabulary} tokens; give --vocab "
-                f"{_padded(largest + 1)}, or other --data (with --init_from, only that)"
+                f"{_padded(largest + 1)}, or other --{flag} (with --init_from, only that)"
             )
         check_vocabulary(self.tokenizer, self.vocabulary, vocabulary)
         if self.size < seq + 1:
             raise DataError(
-                f"{self.name} holds {self.size} tokens, but a row of --seq {seq} needs {seq + 1}; give more text with "
-                "--data or a smaller --seq"
+                f"{self.name} holds {self.size} tokens{purpose}, but a row of --seq {seq} needs {seq + 1}; give more "
+                f"text with --{flag} or a smaller --seq"
             )
 
     def split(self, fraction: float) -> tuple[Documents, Documents]:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def _texts(file: Path, field: str) -> Iterator[bytes]:
         text = file.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {file} ({error.strerror or error})") from None
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{file} is cut off or damaged ({error}); copy the file again") from None
     if b"\0" in text[:_LOOKED_AT]:
         raise DataError(
             f"{file} is binary; give --data text, JSON Lines (.jsonl) or files of tokens (.npy, .bin), or leave it out "

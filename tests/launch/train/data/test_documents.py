@@ -72,6 +72,8 @@ def test_documents_that_do_not_fit_the_model_are_refused() -> None:
     documents = one_after_the_other("notes", [np.arange(16, dtype=np.uint8)], 256, "bytes")
     with pytest.raises(DataError, match="holds 16 tokens, but a row of --seq 16 needs 17"):
         documents.check(16, 256)
+    with pytest.raises(DataError, match="16 tokens for evaluation, .* more text with --eval_data or a smaller --seq"):
+        documents.check(16, 256, "eval_data", " for evaluation")
     with pytest.raises(DataError, match=r"has 100 tokens, but the tokenizer \(bytes\) has 256; give --vocab 256"):
         documents.check(8, 100)
     with pytest.raises(DataError, match="numbers holds token 12, but the model has 12 tokens; give --vocab 128, or"):

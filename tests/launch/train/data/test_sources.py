@@ -106,6 +106,9 @@ def test_bad_data_is_refused(tmp_path: Path, tokenizer: tokenizers.Tokenizer) ->
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=says):
             sources.load(tmp_path / name, field=field)
+    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n')[:-9])
+    with pytest.raises(DataError, match="g.jsonl.gz is cut off or damaged"):
+        sources.load(tmp_path / "g.jsonl.gz")
     np.save(tmp_path / "e.npy", np.array([[1.0]]))
     with pytest.raises(DataError, match="token ids are integers in one dimension"):
         sources.load(tmp_path / "e.npy")
