@@ -11,7 +11,7 @@ import jax
 from dhelix.models.common.training import Training
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan
-from dhelix.passes.sharding.factors import ShardingError
+from dhelix.passes.sharding.factors import STRATEGIES, ShardingError
 from dhelix.runtime.sharding.placed_states import state_shardings
 from dhelix.runtime.sharding.state_plan import StatePlan, agreed, sharding_plan
 
@@ -46,6 +46,8 @@ def states_of(states: str | None, plan: str | Path | Plan | None) -> Any:
 
 def _with_groups(states: str) -> str | StatePlan:
     first, *others = states.split(",")
+    if first not in STRATEGIES and not first.endswith(".json"):
+        raise ShardingError(f"--states {states}: {first} is neither {', '.join(STRATEGIES)} nor a plan file (.json)")
     if not others:
         return states
     groups: dict[str, str] = {}

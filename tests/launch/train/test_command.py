@@ -147,6 +147,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
         (["--seq=18"], "is not divisible by tp 4"),
         (["--data=/nowhere"], "no file or folder /nowhere"),
         (["--seq=1000000"], "a row of --seq 1000000 needs 1000001"),
+        (["--states=zero9"], "--states zero9: zero9 is neither dp, zero1, "),
         (["--remat=some"], "remat='some' is unknown"),
     ],
 )
