@@ -174,7 +174,7 @@ class Run:
         if self.options.on_nan == "stop" and number == self.first + 1:
             raise DhelixError(
                 f"{what}, before this run has updated anything; {kept}; parameters are "
-                "not finite, or the batch is to blame: start from another checkpoint"
+                "not finite or far too large, or the batch is to blame: start from another checkpoint"
             )
         if self.options.on_nan == "stop":
             raise DhelixError(

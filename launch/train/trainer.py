@@ -75,6 +75,8 @@ def prepare(options: Options, say: Callable[[str], None] = lambda text: None) ->
     if config.dtype == "float16" and jax.default_backend() == "cpu":
         raise DhelixError("CPU devices do not compute in float16; give --dtype float32 or bfloat16")
     _say_padding(options, training, say)
+    if options.warmup is not None and options.warmup > options.steps:
+        say(f"note: --warmup {options.warmup} is longer than --steps {options.steps}, so --lr is never reached")
     masked = options.mask_documents if options.mask_documents is not None else len(documents) > 1
     rows = Rows(documents, config.seq, masked, config.vocab)
     run = Run(

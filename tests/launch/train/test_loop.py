@@ -146,3 +146,12 @@ def test_plain_steps_are_compared() -> None:
     assert "without passes ->" in (results.measured_gain(steps) or "")
     assert results.measured_gain(steps[:11]) is None
     assert "left" in results.time_left(run, steps[:5])
+
+
+def test_a_warm_up_that_is_too_long_is_said() -> None:
+    said = list[str]()
+    options = {"layers": 1, "seq": 16, "plain": True, "data": __file__, "steps": 3}
+    trainer.prepare(trainer.Options(**options, warmup=3), said.append)
+    assert not said
+    trainer.prepare(trainer.Options(**options, warmup=4), said.append)
+    assert said == ["note: --warmup 4 is longer than --steps 3, so --lr is never reached"]
