@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -88,6 +89,9 @@ def _trained(run: Run, console: Console, verbose: bool) -> int:
                 checkpoints.wait()
             say(console, f"Interrupted after step {steps[-1].number}; {_saved(checkpoints)}")
             return exit_status(wish.signal)
+        if checkpoints is not None and steps:
+            checkpoints.wait()
+            say(console, f"saved step {steps[-1].number} in {options.checkpoint_dir}")
     return 0
 
 
@@ -119,6 +123,9 @@ def _saved(checkpoints: Checkpoints | None) -> str:
 
 def _check(chosen: dict[str, Any]) -> None:
     """Raises DhelixError if flags exclude one another, or if a flag is missing that another flag needs."""
+    for name, value in chosen.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DhelixError(f"--{name} {value} is no number to train with; give a finite one")
     if chosen["plain"] and chosen["interleave"]:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
@@ -161,7 +168,7 @@ def _check(chosen: dict[str, Any]) -> None:
 
 _ONLY_WITH = {
     "eval_fraction": "eval_every", "eval_batches": "eval_every", "generate_tokens": "generate",
-    "temperature": "generate",
+    "temperature": "generate", "keep": "checkpoint_dir",
 }  # fmt: skip
 """Flags that would be ignored without another one."""
 
@@ -202,6 +209,8 @@ def _prepare_devices(chosen: dict[str, Any]) -> None:
 
 def _train(run: Run, checkpoints: Checkpoints | None, wish: Stopping, console: Console, verbose: bool) -> list[Step]:
     board = _board(run, console) if run.options.tensorboard else contextlib.nullcontext()
+    if run.first < run.options.steps:
+        say(console, "compiles the step, which takes a while")
     with board as board, Progress(console, run.first, run.options.steps) as progress:
 
         def show(steps: list[Step]) -> None:

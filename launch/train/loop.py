@@ -184,7 +184,7 @@ class Run:
         if skipped + 1 >= _MOST_SKIPPED:
             raise DhelixError(
                 f"{skipped + 1} steps in a row had a loss or gradients that are not finite, up to step {number}; "
-                f"{kept}; resume from a checkpoint with a smaller --lr than {self.options.lr}"
+                f"{kept}; start from a checkpoint before them, or anew, with a smaller --lr than {self.options.lr}"
             )
 
 

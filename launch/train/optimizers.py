@@ -51,6 +51,8 @@ def learning_rate(options: Options) -> optax.Schedule:
     left = max(options.steps - warmup, 1)
     if options.decay_steps is not None and options.lr_schedule != "wsd":
         raise DhelixError(f"--decay_steps is for --lr_schedule wsd; with {options.lr_schedule}, leave it out")
+    if (options.decay_steps or 0) > left:
+        raise DhelixError(f"--decay_steps {options.decay_steps} is more than the {left} steps after the warm-up")
     decay = min(decay_steps(options) or 1, left)
     lr, end = options.lr, options.lr * options.lr_end
     rises = optax.linear_schedule(0.0, lr, warmup)

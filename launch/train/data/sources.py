@@ -112,9 +112,10 @@ def _texts(file: Path, field: str) -> Iterator[bytes]:
     except (EOFError, zlib.error) as error:
         raise DataError(f"{file} is cut off or damaged ({error}); copy the file again") from None
     if b"\0" in text[:_LOOKED_AT]:
+        packed = "; unpack it first" if file.suffix == ".gz" else ""
         raise DataError(
-            f"{file} is binary; give --data text, JSON Lines (.jsonl) or files of tokens (.npy, .bin), or leave it out "
-            "of the folder"
+            f"{file} is binary{packed}; give --data text, JSON Lines (.jsonl, .jsonl.gz) or files of tokens (.npy, "
+            ".bin), or leave it out of the folder"
         )
     yield text
 

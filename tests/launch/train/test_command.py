@@ -122,6 +122,8 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
         ([f"--eval_data={__file__}"], "--eval_data needs --eval_every"),
         (["--eval_batches=2"], "--eval_batches has no effect without --eval_every"),
         (["--temperature=1"], "--temperature has no effect without --generate"),
+        (["--keep=2"], "--keep has no effect without --checkpoint_dir"),
+        (["--lr=nan"], "--lr nan is no number to train with"),
         ([f"--export={__file__}/out"], f"--export {__file__}/out cannot be written"),
         ([f"--trace={__file__}"], f"--trace {__file__} cannot be written (File exists)"),
         (["--dtype=float16"], "CPU devices do not compute in float16; give --dtype float32"),

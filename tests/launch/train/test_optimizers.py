@@ -51,6 +51,7 @@ def test_options_of_an_optimizer() -> None:
         ({"optimizer_options": "b2=None"}, "adamw cannot train this way"),
         ({"optimizer": "lbfgs"}, "lbfgs cannot train this way"),
         ({"decay_steps": 3}, "for --lr_schedule wsd"),
+        ({"decay_steps": 49, "lr_schedule": "wsd", "warmup": 2}, "more than the 48 steps after the warm-up"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
