@@ -316,8 +316,9 @@ def _check_shared(lowered: jax.stages.Lowered, args: Sequence[Any]) -> None:
     """Refuses NNX objects that share variables: these are arguments once, and leaves of the objects twice."""
     arguments, leaves = len(jax.tree.leaves(lowered.args_info)), len(jax.tree.leaves(tuple(args)))
     if nnx_front.has_objects(args) and arguments != leaves:
+        shared = leaves - arguments
         raise ShardingError(
-            f"{leaves - arguments} variables belong to several objects; give one `nnx.state((model, optimizer))` to a "
+            f"{shared} variable{'s belong' if shared > 1 else ' belongs'} to several objects; give one `nnx.state((model, optimizer))` to a "
             "step that merges it"
         )
 
