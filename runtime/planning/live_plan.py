@@ -317,9 +317,9 @@ def _check_shared(lowered: jax.stages.Lowered, args: Sequence[Any]) -> None:
     arguments, leaves = len(jax.tree.leaves(lowered.args_info)), len(jax.tree.leaves(tuple(args)))
     if nnx_front.has_objects(args) and arguments != leaves:
         shared = leaves - arguments
+        belong = "1 variable belongs" if shared == 1 else f"{shared} variables belong"
         raise ShardingError(
-            f"{shared} variable{'s belong' if shared > 1 else ' belongs'} to several objects; give one `nnx.state((model, optimizer))` to a "
-            "step that merges it"
+            f"{belong} to several objects; give one `nnx.state((model, optimizer))` to a step that merges it"
         )
 
 
