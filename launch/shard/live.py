@@ -73,10 +73,11 @@ def compared(task: Task, planned: Planned, here: AtHand, chosen: Mapping[str, An
     lines: tuple[str, ...] = ()
     if chosen["compare"] and chosen["pp"] == 1 and chosen["objective"] == OBJECTIVES[0]:
         options = _options(chosen)
-        config = trainer.configuration(options)
-        training, rows = trainer.make_training(options, config, _devices(options, chosen["hardware"]))
+        devices = _devices(options, chosen["hardware"])
+        training, rows = trainer.make_training(options, trainer.configuration(options), devices)
         example = training.abstract_state(), training.abstract_batch(rows)
-        step = trainer.make_step(training, plain=False, options=options.step)
+        costs = None if here.target is None or here.target.model is None else here.target.model.profile
+        step = trainer.make_step(training, plain=False, options=options.step.but(profile=costs))  # those of the plan
         planned, lines = live_plan.compared(planned, here, step, example)
     return dataclasses.replace(task, notes=(*task.notes, *lines, *live_plan.better_elsewhere(planned, here))), planned
 

@@ -22,8 +22,11 @@ def headline(view: ShardView) -> str:
     """The first line: the factors, the step, the gain over known strategies, and how much of it is guessed."""
     sizes, times = view.task.job.sizes, view.chosen.times
     gains = ", ".join(_gain(view, name) for name in view.known)
+    step = time_text(times.step)
+    if view.compiled is not None:
+        step = f"{time_text(view.compiled)} by its program and {step} by formulas"
     return (
-        f"{sizes.name} on {view.task.mesh} GPUs: {_chosen(view)}. A step takes {time_text(times.step)}, "
+        f"{sizes.name} on {view.task.mesh} GPUs: {_chosen(view)}. A step takes {step}, "
         f"{time_text(times.exposed)} of it exposed communication; {gains}. {_certainty(view)}"
     )
 

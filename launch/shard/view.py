@@ -48,7 +48,15 @@ class ShardView:
         """How many times as fast the chosen factors are; None if the candidate does not fit."""
         if candidate.memory.total > self.planned.limit:
             return None
+        compiled, ours = self.planned.compiled, self.chosen.factors
+        if candidate.factors in compiled and ours in compiled and self.groups is None:
+            return compiled[candidate.factors] / compiled[ours]
         return candidate.times.step / self.chosen.times.step
+
+    @property
+    def compiled(self) -> float | None:
+        """Seconds of a step by the program of the chosen factors; None if it was not compiled."""
+        return self.planned.compiled.get(self.chosen.factors) if self.groups is None else None
 
     def to_json(self, alternatives: int) -> dict[str, Any]:
         """Everything as JSON values. Times are in seconds, memory is in bytes, factors are [GPUs, nodes]."""
@@ -76,6 +84,7 @@ class ShardView:
             },
             "time": {
                 "step": _seconds(times.step),
+                "step_compiled": None if self.compiled is None else _seconds(self.compiled),
                 "compute": _seconds(times.compute),
                 "update": _seconds(times.update),
                 "total": _seconds(times.total),

@@ -61,12 +61,20 @@ def finalists(
 ) -> Mapping[Factors, float]:
     """Seconds of a step under each candidate's factors, by the evaluator; empty if one of them cannot be compiled.
 
+    A line in the log says that this happens, because it takes a while.
+
     Args:
       step: the step for plain data parallelism, as in `plan_sharding`.
       args: its arguments.
       states: numbers of the arguments (leaves, in order) that are states.
       target: the GPUs, and the costs of operators on them.
     """
+    names = ", ".join(_name(one.factors) for one in candidates)
+    say_once(
+        f"compiles {names} as they would run, because formulas expect them within {NEAR:.0%} (compare=False and "
+        "--nocompare leave this out)",
+        (names,),
+    )
     try:
         return {one.factors: _seconds(step, args, states, axes, one.factors, target) for one in candidates}
     except DhelixError as error:

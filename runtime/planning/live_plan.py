@@ -5,7 +5,7 @@
     step = strand_interleave(train_step, sharding=planned, donate_argnums=0)
     state = dhelix.shard_state(state, planned)
 
-The plain step is compiled once. Where each number comes from:
+The plain step is compiled. Where each number comes from:
 
     bytes of states        the arguments of the step (`step_sizes.py`)
     other memory           the formulas of `memory.py`, corrected by memory_analysis() of the plain step
@@ -33,7 +33,6 @@ from jax.sharding import Mesh
 from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import StepParts
-from dhelix.passes.framework.manager import say_once
 from dhelix.passes.framework.units import milliseconds, parse_bytes
 from dhelix.passes.hlo.constraints import Axes
 from dhelix.passes.plans import plan_files
@@ -51,7 +50,7 @@ from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.profile import Section
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, tuned
-from dhelix.runtime.planning.finalists import NEAR, by_programs, finalists, near
+from dhelix.runtime.planning.finalists import by_programs, finalists, near
 from dhelix.runtime.planning.step_sizes import StepSizes, mesh_of_arguments, summed_bytes
 from dhelix.runtime.sharding import nnx_objects
 from dhelix.runtime.sharding.placed_states import without_axes
@@ -124,7 +123,10 @@ class PlannedStates:
     def __str__(self) -> str:
         best = self.planned.best if self.groups is None else self.groups.best
         name = best.factors.strategy
-        times = f"a step takes {milliseconds(best.times.step)}, {milliseconds(best.times.exposed)} of it exposed"
+        step = milliseconds(best.times.step)
+        if self.groups is None and best.factors in self.planned.compiled:
+            step = f"{milliseconds(self.planned.compiled[best.factors])} by its program and {step} by formulas"
+        times = f"a step takes {step}, {milliseconds(best.times.exposed)} of it exposed"
         memory = f"{in_words(best.memory.total)} of {in_words(self.planned.limit)}"
         said = f"{best.factors} over {', '.join(self.sharding.axes)}"
         if self.groups is None:
@@ -195,12 +197,6 @@ def compared(
     """The planner's result after a comparison of its closest candidates by their programs, and a line about it."""
     if here.target is None or not (closest := near(found)):
         return found, ()
-    names = ", ".join(one.factors.strategy or str(one.factors) for one in closest)
-    say_once(
-        f"compiles {names} as they would run, because formulas expect them within {NEAR:.0%} (compare=False and "
-        "--nocompare leave this out)",
-        (names,),
-    )
     return by_programs(found, finalists(step, args, here.states, here.axes, closest, here.target))
 
 

@@ -232,13 +232,10 @@ def _operations(runs: Sequence[GpuRuns], program: Program, hardware: Hardware | 
                 sums = found.setdefault(name, [0.0, 0.0])
                 sums[0] += 1 / (max(of_gpu.steps, 1) * len(runs))
                 sums[1] += 1e3 * run.seconds / (max(of_gpu.steps, 1) * len(runs))
-    often = _often({program.instructions[name]: count for name, (count, _) in found.items()})
-    named = (
-        (instruction, min(count, often[instruction.computation]), ms)
-        for name, (count, ms) in found.items()
-        for instruction in (program.instructions[name],)
-    )
-    return operations(((i, count, ms, work[i]) for i, count, ms in named), hardware, program.words)
+    named = [(program.instructions[name], count, ms) for name, (count, ms) in found.items()]
+    often = _often({instruction: count for instruction, count, _ in named})
+    done = ((i, min(count, often[i.computation]), ms, work[i]) for i, count, ms in named)
+    return operations(done, hardware, program.words)
 
 
 def _often(counts: Mapping[Instruction, float]) -> dict[Computation, float]:

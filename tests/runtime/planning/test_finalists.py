@@ -73,7 +73,6 @@ def test_a_plan_says_what_the_programs_of_close_candidates_take() -> None:
     state, words = arguments(optimizer, dhelix.deviceless.mesh({"dp": 8}))
     found = dhelix.plan_sharding(step_of(optimizer), state, words, profile=None)
     closest = near(dataclasses.replace(found.planned, compiled={}))
-    assert set(found.planned.compiled) == ({c.factors for c in closest} if closest else set())
-    if closest:
-        assert found.planned.best.factors == min(found.planned.compiled, key=lambda f: found.planned.compiled[f])
-        assert any("compiled as they would run" in note for note in found.notes)
+    assert len(closest) > 1 and found.planned.best.factors in found.planned.compiled
+    assert found.planned.best.factors == min(found.planned.compiled, key=lambda f: found.planned.compiled[f])
+    assert any("compiled as they would run" in note for note in found.notes)
