@@ -71,8 +71,8 @@ def finalists(
     """
     names = ", ".join(_name(one.factors) for one in candidates)
     say_once(
-        f"compiles {names} as they would run, because formulas expect them within {NEAR:.0%} (compare=False and "
-        "--nocompare leave this out)",
+        f"the planner compiles {names} as they would run, because by formulas their times differ by less than "
+        f"{NEAR:.0%} (compare=False and --nocompare leave this out)",
         (names,),
     )
     try:
