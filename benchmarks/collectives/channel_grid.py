@@ -17,11 +17,14 @@ them also has other channels than the rest. The channel model is then fitted, an
 fitted to are reported (`channel_fits.py`). This needs no GPU, so a result file can be fitted again:
 
     python benchmarks/collectives/channel_grid.py --refit --out benchmarks/results/channel_grid_no_p2p.json
+
+From NCCL 2.30 on, a plugin also sets the chunk of each call. With `--own_chunks`, one process measures all chunks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -118,8 +121,8 @@ def programs(mesh: Mesh) -> dict[str, Program]:
     return found
 
 
-def measure(name: str, program: Program, chunk: int) -> dict[str, Any]:
-    """The times of an overlap under all channels, with the chunks of this process."""
+def measure(name: str, program: Program, chunk: int, own: Sequence[int]) -> dict[str, Any]:
+    """The times of an overlap under all channels, with the chunk of this process, or with each of `own`."""
     function, shapes = program
     arguments = tuple(jax.device_put(np.full(s.shape, 0.01, s.dtype), s.sharding) for s in shapes)
     target = target_of(gpu_name(jax.devices()[0].device_kind), link_of(os.environ), len(jax.devices()))
@@ -129,13 +132,13 @@ def measure(name: str, program: Program, chunk: int) -> dict[str, Any]:
         raise SystemExit(f"{name}: {trials.surprise}")
     (body, *_) = trials.bodies()
     rows = []
-    for channels in settings(len(body.collectives)):
+    for size, channels in itertools.product(own or (0,), settings(len(body.collectives))):
         chosen = {
-            identity: NcclSetting("ring", "simple", each)
+            identity: NcclSetting("ring", "simple", each, size)
             for identity, each in zip(body.collectives, channels, strict=True)
         }
         times = trials.times([body], chosen)[body.fingerprint]
-        rows.append({"channels": list(channels), "chunk": chunk, **asdict(times)})
+        rows.append({"channels": list(channels), "chunk": size or chunk, **asdict(times)})
     waves = [wave if math.isfinite(wave) else None for wave in body.overlap.waves]
     alone = asdict(body.default)
     return {"overlap": name, "volumes": body.overlap.volumes, "waves": waves, "sms": body.overlap.sms,
@@ -159,13 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--overlaps", default="", help="names, separated by commas; all if not given")
     parser.add_argument("--refit", action="store_true", help="fit the model again to what the file holds; needs no GPU")
+    parser.add_argument("--measure_only", action="store_true", help="leave the fits to --refit")
+    parser.add_argument("--own_chunks", action="store_true", help="let the plugin set chunks; needs NCCL 2.30")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
         plugin.install()
         every = programs(Mesh(np.array(jax.devices()), ("x",)))
         names = [name for name in options.overlaps.split(",") if name] or list(every)
-        parts = [measure(name, every[name], options.worker // 2) for name in names]
+        own = [buffer // 2 for buffer in BUFFERS] if options.own_chunks else []
+        parts = [measure(name, every[name], options.worker // 2, own) for name in names]
         print(json.dumps({"on": asdict(provenance()), "parts": parts}))
         return
     if options.refit:
@@ -173,8 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(options.out, record["on"], record["parts"])
         return
     found: dict[str, list[Any]] = {}
-    for buffer in BUFFERS:
+    for buffer in BUFFERS[-1:] if options.own_chunks else BUFFERS:
         command = [sys.executable, __file__, f"--worker={buffer}", f"--overlaps={options.overlaps}", "--out=-"]
+        command += ["--own_chunks"] if options.own_chunks else []
         environment = {**os.environ, "NCCL_BUFFSIZE": str(buffer)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -184,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for part in record["parts"]:
             found.setdefault(part["overlap"], []).append(part)
         options.out.write_text(json.dumps({"on": record["on"], "parts": found}, indent=1) + "\n")
-    if found:
+    if found and not options.measure_only:
         _write(options.out, record["on"], found)
 
 

@@ -37,7 +37,7 @@ from dhelix.launch.shown.progress import say
 from dhelix.launch.train import step_flags
 from dhelix.launch.tune import picture, processes, tables
 from dhelix.launch.tune.flags import NCCL, STEP_OPTIONS
-from dhelix.launch.tune.process_search import VARIABLES, search
+from dhelix.launch.tune.process_search import VARIABLES, search, single
 from dhelix.launch.tune.processes import Place
 from dhelix.launch.tune.tables import Row
 from dhelix.launch.tune.worker import Request
@@ -152,7 +152,10 @@ class _Tuning:
                     return math.inf
                 return rows[-1].seconds[DEFAULTS]
 
-            environment = search(evaluate, fixed).environment
+            def first() -> tuple[Mapping[str, str], ...]:
+                return single(self._chosen["link"], rows[-1].result["sends"])
+
+            environment = search(evaluate, fixed, first).environment
         left = max(self._chosen["minutes"] - self._spent() / 60.0, 0.0)
         return [*rows, self._row(best, environment, left, form)]
 

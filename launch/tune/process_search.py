@@ -7,9 +7,10 @@ without peer-to-peer, smaller buffers alone were slower, more channels alone too
 (docs/results/tuning.md).
 
     1  the process as it is
-    2  pairs of buffers and channels       all with the same bytes together
-    3  descent from the fastest pair       buffers and channels apart, buffers also two places down
-    4  threads                             with the fastest pair, or without one if none is faster
+    2  variables that matter by themselves larger chunks of sends, the place of shared memory; kept if faster
+    3  pairs of buffers and channels       all with the same bytes together
+    4  descent from the fastest pair       buffers and channels apart, buffers also two places down
+    5  threads                             with the fastest pair, or without one if none is faster
 
 Variables that the launch setting sets, or the user, stay as they are.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,13 +27,18 @@ from dhelix.passes.tuning.measurements import LimitReached
 
 BUFFER, THREADS = "NCCL_BUFFSIZE", "NCCL_NTHREADS"
 CHANNELS, PEER_CHANNELS = "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS"
-VARIABLES = (BUFFER, CHANNELS, PEER_CHANNELS, THREADS)
+CHUNK, NET_CHUNK = "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NET_CHUNKSIZE"
+PLACE = "NCCL_SHM_LOCALITY"
+VARIABLES = (BUFFER, CHANNELS, PEER_CHANNELS, THREADS, CHUNK, NET_CHUNK, PLACE)
 
 _BUFFERS = (None, *(1 << n for n in range(21, 16, -1)))  # bytes of each channel's buffer; NCCL's own are 4 MiB
 _CHANNELS = (None, 8, 16, 32)
 _MOST_CHANNELS = 32
 _TOGETHER = 16 << 20
-"""Bytes of all buffers together, in step 2: as NCCL has them without peer-to-peer, 4 channels of 4 MiB."""
+"""Bytes of all buffers together, in step 3: as NCCL has them without peer-to-peer, 4 channels of 4 MiB."""
+
+_CHUNK_OF_BUFFER = str(1 << 19)
+"""An eighth of NCCL's own buffer, which is the largest chunk of a send. NCCL has a quarter of that."""
 
 FASTER = 0.005
 """A step must be faster by this fraction. Each process is measured once, so less may be chance."""
@@ -53,15 +59,32 @@ class ProcessFound:
     tried: tuple[tuple[Mapping[str, str], float], ...]
 
 
-def search(evaluate: Callable[[Mapping[str, str]], float], fixed: Collection[str] = ()) -> ProcessFound:
+def single(link: str, sends: bool) -> tuple[Mapping[str, str], ...]:
+    """The variables of step 2.
+
+    Args:
+      link: between the GPUs.
+      sends: whether the step has all-to-alls or permutes. NCCL runs these as sends.
+    """
+    chunk = {"no-p2p": CHUNK, "two-nodes": NET_CHUNK}.get(link)
+    chunks = ({chunk: _CHUNK_OF_BUFFER},) if sends and chunk else ()
+    return (*chunks, {PLACE: "1"}) if link == "no-p2p" else chunks
+
+
+def search(
+    evaluate: Callable[[Mapping[str, str]], float],
+    fixed: Collection[str] = (),
+    first: Callable[[], Iterable[Mapping[str, str]]] = tuple,
+) -> ProcessFound:
     """Runs the search.
 
     Args:
       evaluate: the seconds of a step in a process with these variables; infinity if it fails. It may raise
         LimitReached if the time is over.
       fixed: variables that stay as they are.
+      first: gives the variables of step 2, each with its value. It is called after step 1.
     """
-    made = _Search(evaluate, fixed)
+    made = _Search(evaluate, fixed, first)
     with contextlib.suppress(LimitReached):
         made.run()
     return made.found
@@ -70,8 +93,14 @@ def search(evaluate: Callable[[Mapping[str, str]], float], fixed: Collection[str
 class _Search:
     """One search. A place of the grid is a pair of indices: of a buffer, and of a number of channels."""
 
-    def __init__(self, evaluate: Callable[[Mapping[str, str]], float], fixed: Collection[str]) -> None:
-        self._evaluate, self._fixed = evaluate, fixed
+    def __init__(
+        self,
+        evaluate: Callable[[Mapping[str, str]], float],
+        fixed: Collection[str],
+        first: Callable[[], Iterable[Mapping[str, str]]],
+    ) -> None:
+        self._evaluate, self._fixed, self._first = evaluate, frozenset(fixed), first
+        self._kept = dict[str, str]()  # of step 2; everything later has them
         self._buffers = _BUFFERS[:1] if BUFFER in fixed else _BUFFERS
         self._channels = _CHANNELS[:1] if {CHANNELS, PEER_CHANNELS} & set(fixed) else _CHANNELS
         self._known: dict[tuple[int, int], float] = {}
@@ -85,14 +114,18 @@ class _Search:
     def run(self) -> None:
         self._at((0, 0))
         # Step 2.
+        for variables in self._first():
+            if not self._fixed & set(variables) and self._attempt({**self._kept, **variables}) == self._least:
+                self._kept |= variables
+        # Step 3.
         starts = [place for place in self._grid() if self._is_start(place)]
         for place in starts:
             self._at(place)
-        # Step 3.
+        # Step 4.
         place = min(starts, key=self._at, default=None)
         while place is not None:
             place = self._better(place)
-        # Step 4.
+        # Step 5.
         if THREADS not in self._fixed:
             self._attempt({**self._best, THREADS: "256"})
 
@@ -129,7 +162,7 @@ class _Search:
 
     def _environment(self, place: tuple[int, int]) -> dict[str, str]:
         buffer, channels = self._buffers[place[0]], self._channels[place[1]]
-        found = {} if buffer is None else {BUFFER: str(buffer)}
+        found = {**self._kept, **({} if buffer is None else {BUFFER: str(buffer)})}
         if channels is not None:
             found |= {CHANNELS: str(channels), PEER_CHANNELS: str(min(2 * channels, _MOST_CHANNELS))}
         return found

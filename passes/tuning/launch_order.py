@@ -25,6 +25,9 @@ from dhelix.passes.hlo import HloModule, Instruction, shapes
 ASKED = ("all-gather", "reduce-scatter", "all-reduce", "collective-broadcast")
 """Kinds of collectives about which NCCL asks."""
 
+SENDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "send")
+"""Kinds of collectives that NCCL runs as sends and receives."""
+
 _ALIKE = 4
 """NCCL asks once about collectives of a group whose sizes are within this factor of the smallest."""
 
@@ -66,6 +69,15 @@ def sequences(module: HloModule) -> dict[tuple[Groups, int | None], list[Questio
     for groups, _ in found:
         streams[groups] = streams.get(groups, 0) + 1
     return {(g, stream): each for (g, stream), each in found.items() if stream is None or streams[g] > 2}
+
+
+def has_sends(module: HloModule) -> bool:
+    """Whether a step launches collectives that NCCL runs as sends and receives."""
+    return any(
+        payload.opcode.removesuffix("-start") in SENDS
+        for launch in set(collective_launches(module.entry))
+        for payload in payloads(launch)
+    )
 
 
 def questions(launch: Instruction) -> list[tuple[Groups, Question]]:

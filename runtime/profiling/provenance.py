@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import hashlib
 import importlib.metadata
+import os
 import shutil
 import subprocess
 
@@ -33,8 +35,23 @@ def provenance() -> Provenance:
 
 
 def nccl_version() -> str:
-    """The version of the installed NCCL; "" if it is unknown."""
-    return _version(_NCCL_PACKAGES)
+    """The version of the NCCL that this process has loaded, or else of the installed one; "" if it is unknown.
+
+    They differ if another library was loaded first, as by LD_PRELOAD.
+    """
+    return _loaded_nccl() or _version(_NCCL_PACKAGES)
+
+
+def _loaded_nccl() -> str:
+    """The version of the loaded library; "" if there is none."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return ""
+    code = ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(code)):
+        return ""
+    return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
 
 def _version(packages: tuple[str, ...]) -> str:

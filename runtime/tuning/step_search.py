@@ -4,7 +4,7 @@
 
     1  NCCL's defaults                          the times that everything is compared with
     2  each algorithm and protocol              the same for all collectives; each body keeps what is fastest for it
-    3  each number of channels (and chunk)      the same for all collectives: the map of computation and communication,
+    3  each number of channels, then each chunk the same for all collectives: the map of computation and communication,
                                                 and the best setting for the whole process, which needs no plugin
     4  each body's own search, side by side     `passes/tuning/guided_search.py`, from what step 3 has measured
     5  a body keeps NCCL's defaults             unless its best is faster by more than the noise
@@ -15,7 +15,7 @@ caller measures the candidates against each other, because a body's time in a tr
 If the step was ordered anew after a tuning, `run_from` goes on with the settings that were found. It leaves out steps 2
 and 3, and searches only the bodies whose order has changed.
 
-Cost: 1 + kinds + channels x chunks measurements of the step, then those of the longest search of a body.
+Cost: 1 + kinds + channels + chunks measurements of the step, then those of the longest search of a body.
 """
 
 from __future__ import annotations
@@ -152,24 +152,29 @@ class StepSearch:
         return less and new.whole <= old.whole * (1.0 + self._noise / 2.0)
 
     def _measure_map(self) -> None:
-        """Measures powers of two first, then the settings between two that differ.
+        """Measures channels with the largest chunk, then chunks with the best number of channels.
 
-        A collective has no more channels than its communicator, so all settings above are one. The search leaves these
-        out.
+        Powers of two come first, then the channels between two that differ. A collective has no more channels than its
+        communicator, so all settings above are one. The search leaves these out.
         """
-        between = [one for one in self._space.all() if one.channels & (one.channels - 1)]
-        for setting in self._space.all():
+        largest = self._space.chunks[-1]
+        settings = [ChannelSetting(channels, largest) for channels in self._space.channels]
+        between = [one for one in settings if one.channels & (one.channels - 1)]
+        for setting in settings:
             if setting not in between:
                 self._measure_of_all(setting)
         useful = self._space.channels[0]
         for setting in between:
             if self._may_differ(setting):
                 self._measure_of_all(setting)
-        for setting in self._space.all():
+        for setting in settings:
             if self._differs_from_fewer(setting):
                 useful = max(useful, setting.channels)
         self._space = Space(tuple(n for n in self._space.channels if n <= useful), self._space.chunks)
         self._leave_out(useful)
+        best = self._best_single().channels
+        for chunk in reversed(self._space.chunks[:-1]):
+            self._measure_of_all(ChannelSetting(best, chunk))
 
     def _leave_out(self, above: int) -> None:
         """Forgets settings of more channels."""

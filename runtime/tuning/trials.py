@@ -27,7 +27,7 @@ from dhelix.passes.analysis.execution import executions as runs_of
 from dhelix.passes.framework.fingerprint import module_fingerprint, of_bytes
 from dhelix.passes.plans.plan import PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
-from dhelix.passes.tuning.launch_order import sequences
+from dhelix.passes.tuning.launch_order import has_sends, sequences
 from dhelix.runtime.compiler import memory_need
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement
@@ -116,6 +116,11 @@ class StepTrials:
     def devices(self) -> int:
         """The number of GPUs that run the program."""
         return math.prod(self.module.device_counts)
+
+    @property
+    def sends(self) -> bool:
+        """Whether the program has all-to-alls or permutes, about which NCCL asks no plugin."""
+        return has_sends(self.module)
 
     @property
     def surprise(self) -> str:

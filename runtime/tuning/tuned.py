@@ -58,6 +58,7 @@ class Tuned:
       chance: relative difference between two times of a step that may be chance.
       alone: seconds of each body's computation without collectives, as the channel model has it.
       iterations: the rounds of ordering and tuning, the first one included.
+      sends: whether the step has all-to-alls or permutes, whose settings are those of the process.
     """
 
     plan: Plan
@@ -70,6 +71,7 @@ class Tuned:
     chance: float = 0.0
     alone: Mapping[str, float] = field(default_factory=dict)
     iterations: tuple[Iteration, ...] = ()
+    sends: bool = False
 
     @property
     def settings(self) -> StepSettings:
@@ -134,6 +136,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
         "measured": tuned.found.measured,
         "spent": tuned.spent,
         "notes": list(tuned.notes),
+        "sends": tuned.sends,
         "iterations": [str(one) for one in tuned.iterations],
         "bodies": [
             {

@@ -14,7 +14,7 @@ import pytest
 from dhelix.launch import cli
 from dhelix.launch.profile import workers
 from dhelix.launch.tune import processes
-from dhelix.launch.tune.process_search import CHANNELS, VARIABLES, search
+from dhelix.launch.tune.process_search import CHANNELS, CHUNK, PLACE, VARIABLES, search, single
 from dhelix.launch.tune.tables import Row, drawn
 from dhelix.launch.tune.worker import COMPILES, patience
 from dhelix.passes.plans import plan_files
@@ -66,7 +66,7 @@ body = {"body": "0" * 16, "name": "both strands: 4 collectives", "runs": 12, "ki
         "map": maps}
 tell(finished={"seconds": seconds, "gain": 1 / 0.95, "noise": 0.003, "measured": 31 if tunes else 0, "spent": 12.0,
                "iterations": ["round 1: the step's order, 31 measurements, 95.0 ms a step"] if tunes else [],
-               "notes": ["settings that failed count as slow: one"] if failed else [],
+               "sends": False, "notes": ["settings that failed count as slow: one"] if failed else [],
                "bodies": [body] if tunes else [], "tuning": section})
 """
 ROW = TunedCollective("0" * 16, "all-gather 512B 2x1 groups=1 nccl", 1, NcclSetting("ring", "simple", 4))
@@ -260,6 +260,20 @@ def test_buffers_and_channels_move_together() -> None:
     assert found.seconds == pytest.approx(0.9) and len(found.tried) <= 12
     hand_found = {"NCCL_BUFFSIZE": "262144", CHANNELS: "16", "NCCL_MIN_P2P_NCHANNELS": "32"}
     assert hand_found not in [dict(environment) for environment, _ in found.tried[:4]]  # it is no start
+
+
+def test_larger_chunks_of_sends_are_kept_where_they_are_faster() -> None:
+    def evaluate(environment: Mapping[str, str]) -> float:
+        small = 0.1 * ("NCCL_BUFFSIZE" in environment) - 0.05 * (environment.get("NCCL_NTHREADS") == "256")
+        return 1.0 + small - 0.04 * (CHUNK in environment) + 0.01 * (PLACE in environment)
+
+    found = search(evaluate, first=lambda: single("no-p2p", sends=True))
+    assert dict(found.environment) == {CHUNK: "524288", "NCCL_NTHREADS": "256"}
+    assert [dict(tried) for tried, _ in found.tried[:3]] == [{}, {CHUNK: "524288"}, {CHUNK: "524288", PLACE: "1"}]
+    assert all(CHUNK in tried for tried, _ in found.tried[1:])
+    kept = search(evaluate, fixed={CHUNK}, first=lambda: single("no-p2p", sends=True))
+    assert not any(CHUNK in tried for tried, _ in kept.tried)
+    assert single("no-p2p", sends=False) == ({PLACE: "1"},) and single("nvlink", sends=True) == ()
 
 
 def test_the_search_over_processes_keeps_what_the_user_set_and_survives_failures() -> None:

@@ -30,7 +30,7 @@ class SimulatedStep:
       count: how often the step was measured.
     """
 
-    key, surprise, devices = "a program", "", 2
+    key, surprise, devices, sends = "a program", "", 2, False
 
     def __init__(self, seeds: Sequence[int] = (0, 1), noise: float = 0.0) -> None:
         self._cases = {f"{seed:016x}": Simulated.drawn(seed, 2, strong=True) for seed in seeds}
