@@ -6,6 +6,7 @@
     2  under the fastest of these   buffers, channels and threads of the whole process (`process_search.py`)
     3  under what step 2 found      algorithm, protocol and channels of each collective, then the order of the step for
                                     these, by turns until nothing gains (`runtime/tuning`)
+    4  what step 3 found            again, in a process that traces nothing; this decides
 
 Each process has a worker (`worker.py`), so this one does not use the GPUs. docs/guide/tuning.md explains the results.
 """
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         tables.show(rows, console)
     if chosen["picture"]:
         row = tables.drawn(rows)
-        name = row.name if row is tables.fastest(rows) else f"{row.name} (not chosen)"
+        name = row.name if row.place == tables.fastest(rows).place else f"{row.name} (not chosen)"
         picture.save(row.result, chosen["picture"], f"{chosen['preset']}, {name}")
     if chosen["out"]:
         form = tables.fastest(rows).implementation
@@ -124,16 +126,15 @@ class _Tuning:
             self.records.unlink(missing_ok=True)
 
     def run(self) -> list[Row]:
-        """Returns what was found in each process; the last one is the one in which collectives were tuned."""
+        """Returns what was found in each process."""
         settings = list(dict.fromkeys(self._chosen["settings"]))
         first, *others = self._implementations()
-        several = len(settings) > 1 or bool(others)
-        rows: list[Row] = [self._row(setting, {}, 0.0, first) for setting in settings] if several else []
-        best: str = tables.fastest(rows).setting if rows else settings[0]
+        rows: list[Row] = [self._row(setting, {}, 0.0, first) for setting in settings]
+        best: str = tables.fastest(rows).setting
         for form in others:
             with self._said_if_fails(form):
                 rows.append(self._row(best, {}, 0.0, form))
-        form = tables.fastest(rows).implementation if rows else first
+        form = tables.fastest(rows).implementation
         environment: Mapping[str, str] = {}
         if self._chosen["process"]:
             fixed = {name for name in VARIABLES if name in os.environ or name in SETTINGS[best].environment}
@@ -152,12 +153,25 @@ class _Tuning:
                     return math.inf
                 return rows[-1].seconds[DEFAULTS]
 
-            def first() -> tuple[Mapping[str, str], ...]:
+            def variables() -> tuple[Mapping[str, str], ...]:
                 return single(self._chosen["link"], rows[-1].result["sends"])
 
-            environment = search(evaluate, fixed, first).environment
+            environment = search(evaluate, fixed, variables).environment
         left = max(self._chosen["minutes"] - self._spent() / 60.0, 0.0)
-        return [*rows, self._row(best, environment, left, form)]
+        tuned = replace(self._row(best, environment, left, form), searched=True)
+        return [*rows, tuned, *self._checked(tuned)]
+
+    def _checked(self, tuned: Row) -> list[Row]:
+        """What was found, in a process that only measures it; none if nothing was found, or if this fails."""
+        if not tuned.result["tuning"]["collectives"]:
+            return []
+        try:
+            row = self._row(tuned.setting, tuned.environment, 0.0, tuned.implementation, tuned.plan)
+        except DhelixError as error:
+            say(self._console, f"the settings cannot be measured again, so none are written: {error}")
+            return []
+        kept = {name: tuned.result[name] for name in ("iterations", "bodies")}
+        return [replace(row, result={**row.result, **kept})]
 
     def _implementations(self) -> tuple[str, ...]:
         """The values of `collective_matmul` to measure; "": what the flags say, or NCCL alone."""
@@ -183,21 +197,33 @@ class _Tuning:
         except OSError as error:
             raise DhelixError(f"{path}: cannot be written ({error.strerror}): choose another place") from None
 
-    def _row(self, setting: str, environment: Mapping[str, str], minutes: float, form: str) -> Row:
+    def _row(
+        self, setting: str, environment: Mapping[str, str], minutes: float, form: str, check: Path | None = None
+    ) -> Row:
+        """Runs a worker.
+
+        Args:
+          check: a plan, whose settings and order are measured.
+        """
         self._number += 1
         out = self._folder / f"plan{self._number}.json"
         name = Row(setting, environment, {}, implementation=form).name
+        options = {**self._options, "collective_matmul": form} if form else dict(self._options)
+        if check and plan_files.load(check).bodies:
+            options["plan"] = str(check)
         request = Request(
             self._preset,
-            {**self._options, "collective_matmul": form} if form else self._options,
-            self._chosen["plan"],
+            options,
+            str(check) if check else self._chosen["plan"],
             str(out),
             minutes,
             self._chosen["patience_s"],
-            self._chosen["order"],
+            self._chosen["order"] and minutes > 0.0,
             str(self.records),
+            check=check is not None,
         )
-        say(self._console, f"{name}: {'tunes each collective' if minutes else 'measures a step'}")
+        what = "measures what was found" if check else "tunes each collective" if minutes else "measures a step"
+        say(self._console, f"{name}: {what}")
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(self._folder / "cache")
         variables = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": cache, **environment}
         place = Place(setting, self._chosen["link"], variables, self._gpus)

@@ -7,7 +7,7 @@ without peer-to-peer, smaller buffers alone were slower, more channels alone too
 (docs/results/tuning.md).
 
     1  the process as it is
-    2  variables that matter by themselves larger chunks of sends, the place of shared memory; kept if faster
+    2  variables one by one                larger chunks of sends, the place of shared memory; kept if faster
     3  pairs of buffers and channels       all with the same bytes together
     4  descent from the fastest pair       buffers and channels apart, buffers also two places down
     5  threads                             with the fastest pair, or without one if none is faster

@@ -28,6 +28,8 @@ class Row:
       result: what the worker found (`tuned.as_json`).
       plan: the plan file that the worker wrote.
       implementation: the step's `collective_matmul`; "": collectives by NCCL, or as the flags say.
+      searched: whether the process has traced many steps. It is slower then, so its times compare with one another, but
+        not with those of other processes.
     """
 
     setting: str
@@ -35,6 +37,7 @@ class Row:
     result: Mapping[str, Any]
     plan: Path | None = None
     implementation: str = ""
+    searched: bool = False
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -53,11 +56,16 @@ class Row:
 def gains(rows: Sequence[Row]) -> tuple[float, float]:
     """The gain of settings of the whole process, and that of each collective's own settings beyond it.
 
-    Both are ratios of a step's time. The base is NCCL's defaults under the first launch setting.
+    Both are ratios of a step's time. The base is NCCL's defaults under the first launch setting. One setting for all
+    collectives counts as one of the process. How much faster it is says the process that has searched.
     """
-    base, best = rows[0].seconds[DEFAULTS], fastest(rows).seconds
-    process = min(best[name] for name in (DEFAULTS, UNIFORM) if name in best)
-    return base / process, process / min(best.values())
+    base, best = rows[0].seconds[DEFAULTS], fastest(rows)
+    searched = next((row.seconds for row in rows if row.searched and row.place == best.place), {})
+    process = best.seconds[DEFAULTS]
+    if UNIFORM in searched and TUNED in best.seconds:
+        process *= min(searched[UNIFORM] / searched[DEFAULTS], 1.0)
+    least = min(best.seconds.values())
+    return base / max(process, least), max(process, least) / least
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
@@ -90,7 +98,12 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 def fastest(rows: Sequence[Row]) -> Row:
     """The row with the least time of a step. Of rows that are as fast but for chance, the one with the
-    fewest variables, and without collective matmuls."""
+    fewest variables, and without collective matmuls.
+
+    If the step was measured twice in one place, the later row counts: it has settings of collectives, too.
+    """
+    rows = [row for row in rows if not row.searched]
+    rows = [row for n, row in enumerate(rows) if row.place not in [later.place for later in rows[n + 1 :]]]
     least = min(min(row.seconds.values()) for row in rows)
     near = [row for row in rows if min(row.seconds.values()) * (1.0 - FASTER) <= least]
     return min(near, key=lambda row: (len(row.environment), bool(row.implementation), min(row.seconds.values())))
@@ -101,7 +114,8 @@ def drawn(rows: Sequence[Row]) -> Row:
 
     The first search measures many processes with NCCL's defaults alone, so only some rows have times to draw.
     """
-    return fastest([row for row in rows if any(body["map"] for body in row.result["bodies"])] or rows)
+    tried = [row for row in rows if any(body["map"] for body in row.result["bodies"])]
+    return tried[-1] if tried else fastest(rows)
 
 
 def _cell(seconds: float | None, base: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Request:
       order: whether the step may be ordered anew for the tuned collectives.
       records: file of measurements, or None.
       node: keywords of `jax.distributed.initialize` as `workers.environments` names them, or None.
+      check: with 0 minutes, the settings of the plan are measured, too.
     """
 
     preset: Mapping[str, Any]
@@ -58,6 +59,7 @@ class Request:
     order: bool = True
     records: str | None = None
     node: Mapping[str, Any] | None = None
+    check: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -82,11 +84,12 @@ def run(request: Request) -> dict[str, Any]:
     # NCCL takes the plugin only if it is installed before NCCL makes its first communicator.
     tune_step.prepare()
     arguments = training.init(jax.random.key(0)), jax.jit(tokens, out_shardings=training.batch_sharding)()
+    plan = None if request.plan is None else plan_files.load(request.plan)
     tuned = tune_step.tune(
         step,
         *arguments,
         out=request.out,
-        plan=None if request.plan is None else plan_files.load(request.plan),
+        plan=plan if plan is None or request.check else replace(plan, tuning=None),
         minutes=request.minutes,
         order=request.order,
         records=request.records,

@@ -94,7 +94,8 @@ def tune(
         be room for two states.
       out: plan file to write; None writes none.
       plan: a plan of the step, to which the settings are added. The step must be decorated with it.
-      minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured.
+      minutes: time after which the search stops with the best so far. With 0, only NCCL's defaults are measured, and
+        the settings of `plan`.
       order: whether the step may be ordered anew for the tuned collectives.
       records: file of measurements. A call that was interrupted goes on from there.
       progress: called with a line on what comes next.
@@ -248,7 +249,9 @@ class Tuning:
             found = search.run() if start is None else search.run_from(start.settings, start.moved)
         else:
             why = "it asks a plugin about no collective that takes time" if searches else ""
-            found = Found({DEFAULTS: {}}, {}, {}, 0, why)
+            known = () if searches or self._base.tuning is None else self._base.tuning.collectives
+            given = {TUNED: {one.identity: one.setting for one in known}} if known else {}
+            found = Found({DEFAULTS: {}, **given}, {}, {}, 0, why)
         if found.stopped:
             self._notes.append(f"NCCL's defaults stay where nothing was tried: {found.stopped}")
         # Step 4.
@@ -256,7 +259,7 @@ class Tuning:
         self._ended()
         best = _fastest(seconds, found.candidates, chance)
         alone = {body.fingerprint: _alone(body, found.maps.get(body.fingerprint, {})) for body in bodies}
-        alone |= {} if start is None else start.alone
+        alone |= start.alone if start else {}
         rows = self._rows(found.candidates[best], bodies, measure, alone, noise)
         plan = replace(self._base, tuning=self._section(rows, seconds[DEFAULTS], seconds[best]))
         save(plan, out)
@@ -322,6 +325,8 @@ class Tuning:
         noise: float,
     ) -> tuple[TunedCollective, ...]:
         """The chosen settings, with the times of each collective in the step."""
+        if chosen and not bodies and self._base.tuning is not None:
+            return self._base.tuning.collectives  # with the times that the search has measured
         times: StepTimes = {}
         if chosen:
             self._told("the times under the chosen settings")
@@ -352,8 +357,7 @@ def _fastest(seconds: Mapping[str, float], candidates: Mapping[str, StepSettings
 
     Of candidates that are equally fast, the one that needs the fewest settings counts.
     """
-    least = min(seconds.values())
-    as_fast = [name for name in candidates if seconds[name] <= least * (1.0 + chance)]
+    as_fast = [name for name in candidates if seconds[name] <= min(seconds.values()) * (1.0 + chance)]
     return DEFAULTS if DEFAULTS in as_fast else TUNED if TUNED in as_fast else as_fast[0]
 
 
@@ -378,8 +382,7 @@ def _slows(body: Body, found: BodyTimes, alone: Mapping[str, float], noise: floa
 
 def _base(plan: str | Path | Plan | None, step: InterleavedStep, name: str) -> Plan:
     """The plan to which the settings are added. Its target names the variables and flags of this process."""
-    if isinstance(plan, str | Path):
-        plan = plan_files.load(plan)
+    plan = plan_files.load(plan) if isinstance(plan, str | Path) else plan
     if plan is None and isinstance(step.options.plan, Plan):
         plan = step.options.plan
     gpu, link = gpu_name(jax.devices()[0].device_kind), link_of(os.environ)

@@ -15,6 +15,7 @@ from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.tuning.measurements import LimitReached
 from dhelix.passes.tuning.space import Space
+from dhelix.profiles.channels.nccl_setting import NcclSetting
 from dhelix.runtime.tuning import rounds, tune_step
 from dhelix.runtime.tuning.bodies import StepTimes
 from dhelix.runtime.tuning.records import mark_failed
@@ -29,7 +30,7 @@ from dhelix.runtime.tuning.step_search import (
 )
 from dhelix.runtime.tuning.tune_step import Tuning
 from dhelix.runtime.tuning.tuned import Tuned, as_json
-from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SPACE, SimulatedStep
+from dhelix.tests.runtime.tuning.simulated_step import FAST_KIND, SLOW_KIND, SPACE, SimulatedStep
 
 PLAN = Plan("a step", PlanTarget.of("H100", "no-p2p", "default", 2))
 
@@ -91,6 +92,20 @@ def test_a_plan_with_settings_is_written_and_reproduced_byte_for_byte(tmp_path: 
         assert found.plan.tuning is not None and found.plan.tuning.collectives
         texts.append((tmp_path / f"{n}.json").read_text())
     assert texts[0] == texts[1] and plan_files.loads(texts[0], "here").leaves_program
+
+
+def test_a_tuning_without_minutes_checks_the_settings_of_its_plan() -> None:
+    step = SimulatedStep()
+    first = tuned(step).plan
+    assert first.tuning is not None and first.tuning.collectives
+    count = step.count
+    again = Tuning(step, first, lambda _: None, time.monotonic(), 0.0).run(None, None)
+    assert set(again.seconds) == {DEFAULTS, TUNED} and again.gain > 1.02 and step.count == count
+    assert again.plan.tuning is not None and again.plan.tuning.collectives == first.tuning.collectives
+    slower = [replace(one, setting=NcclSetting(*SLOW_KIND)) for one in first.tuning.collectives]
+    worse = replace(first, tuning=replace(first.tuning, collectives=tuple(slower)))
+    none = Tuning(step, worse, lambda _: None, time.monotonic(), 0.0).run(None, None).plan
+    assert none.tuning is not None and not none.tuning.collectives
 
 
 def test_an_interrupted_tuning_goes_on_where_it_stopped(tmp_path: Path) -> None:
