@@ -30,7 +30,7 @@ from dhelix.profiles.channels.channel_model import (
 )
 from dhelix.profiles.channels.nccl_setting import ChannelError
 
-_USUAL_LINKS = Links(link=2e10, channel=4e9, half_chunk=2e5, per_chunk=1e-5, per_channel=3e-6)
+_USUAL_LINKS = Links(link=2e10, channel=4e9, half_chunk=2e5, per_chunk=1e-5, per_channel=3e-6, slowed=0.1)
 _USUAL_BANDWIDTH = Bandwidth(channel=0.02, half_chunk=5e5, limit=0.6)
 _PRIOR = 0.003
 """Weight of the prior. A parameter that differs by a factor e counts like a time that differs by 0.3 %."""
@@ -163,7 +163,7 @@ def _numbers(model: ChannelModel) -> Array:
     """A model's parameters, mapped to all real numbers. The first type of collective has no factors of its own."""
     links, taken, m = model.links, model.bandwidth, np.array(model.memory)
     positive = [
-        *(links.link, links.channel, links.half_chunk, links.per_chunk, links.per_channel),
+        *(links.link, links.channel, links.half_chunk, links.per_chunk, links.per_channel, links.slowed),
         *(taken.channel, taken.half_chunk),
         *model.alone,
     ]
@@ -175,13 +175,14 @@ def _numbers(model: ChannelModel) -> Array:
 
 def _model(overlap: Overlap, numbers: Array, most: float) -> ChannelModel:
     n = len(overlap.waves)
-    positive = np.exp(np.clip(numbers[: 7 + n], -60.0, 60.0))
-    shares = 1.0 / (1.0 + np.exp(-numbers[7 + n : 8 + 2 * n]))
-    links, bandwidth = Links(*positive[:5], most=most), Bandwidth(*positive[5:7], limit=min(float(shares[0]), 0.95))
-    own = [[1.0, 1.0], *np.exp(np.clip(numbers[8 + 2 * n :], -60.0, 60.0)).reshape(-1, 2).tolist()]
+    positive = np.exp(np.clip(numbers[: 8 + n], -60.0, 60.0))
+    shares = 1.0 / (1.0 + np.exp(-numbers[8 + n : 9 + 2 * n]))
+    links = Links(*positive[:5], most=most, slowed=float(positive[5]))
+    bandwidth = Bandwidth(*positive[6:8], limit=min(float(shares[0]), 0.95))
+    own = [[1.0, 1.0], *np.exp(np.clip(numbers[9 + 2 * n :], -60.0, 60.0)).reshape(-1, 2).tolist()]
     by_kind = dict(zip(dict.fromkeys(overlap.kinds), map(tuple, own), strict=False))
     factors = tuple(by_kind[kind] for kind in overlap.kinds)
-    return ChannelModel(overlap, links, bandwidth, tuple(positive[7:]), tuple(shares[1:]), factors)
+    return ChannelModel(overlap, links, bandwidth, tuple(positive[8:]), tuple(shares[1:]), factors)
 
 
 def _logit(share: Array) -> Array:
