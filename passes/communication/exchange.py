@@ -31,6 +31,8 @@ from dhelix.profiles.keys import CollectiveKey
 
 INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collective-permute": "all-gather"}
 KINDS = tuple(INSTEAD)
+REPLACED = "replaced"
+"""Name of the fact that says which collectives a pass has replaced or split, as keys."""
 UNMEASURED = "no measured costs say whether it pays"
 MIN_BYTES = 4 << 20
 """Minimal bytes of the whole buffer on one device. Latency, not bandwidth, dominates the time of smaller messages."""
@@ -85,31 +87,41 @@ class Decomposition:
         if self.overlapped and (reason := self.why_none(module)):
             context.note(f"left alone: {reason}")
             return False
-        done, left = 0, Counter[str]()
+        done, left, replaced = 0, Counter[str](), set[str]()
         for computation in list(module.computations):
             for collective in [i for i in computation.instructions if i.opcode == kind and self._wanted(i)]:
                 reason = why_not(collective) or why_too_dear(collective, self.model, self.min_bytes)
                 if reason:
                     left[reason] += 1
                 else:
+                    replaced.add(key_text(collective))
                     decompose(collective)
                     done += 1
         context.left_alone(left)
         if done:
-            context.note(f"{kind}s are now {INSTEAD[kind]}s", count=done)
+            context.note(f"{kind}s are now {INSTEAD[kind]}s", count=done, **{REPLACED: sorted(replaced)})
         return bool(done)
 
     def _wanted(self, instruction: Instruction) -> bool:
-        found = find_collective(instruction)
-        if self.only is None or found is None:
-            return True
-        return _alike(collective_key(found, _ANY, "nccl")) in {_alike(key) for key in self.only}
+        return self.only is None or is_one_of(instruction, self.only)
 
     def why_none(self, module: HloModule) -> str:
         """Why all collectives stay if compute should hide them; "" if some may be replaced."""
         if self.model is None:
             return UNMEASURED
         return "" if is_communication_bound(module, self.model) else "compute takes longer than communication"
+
+
+def key_text(collective: Instruction) -> str:
+    """The key of a collective as plans name it. Node boundaries do not count."""
+    found = find_collective(collective)
+    return "" if found is None else str(collective_key(found, _ANY, "nccl"))
+
+
+def is_one_of(instruction: Instruction, keys: Iterable[CollectiveKey]) -> bool:
+    """Whether a collective has one of these keys. Keys are compared by kind, bytes and groups."""
+    found = find_collective(instruction)
+    return found is None or _alike(collective_key(found, _ANY, "nccl")) in {_alike(key) for key in keys}
 
 
 def _alike(key: CollectiveKey) -> tuple[str, int, int, int]:

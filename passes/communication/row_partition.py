@@ -39,12 +39,13 @@ from dataclasses import dataclass, replace
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import device_groups, find_collective, free_channel, keep_apart, kept_apart
 from dhelix.passes.communication.collective_matmul.pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
-from dhelix.passes.communication.exchange import UNMEASURED, Alone
+from dhelix.passes.communication.exchange import REPLACED, UNMEASURED, Alone, is_one_of, key_text
 from dhelix.passes.communication.rows import Parts, Rows, follow
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
+from dhelix.profiles.keys import CollectiveKey
 
 _PART = "part "  # prefix of the parts' combiner keys
 _PRODUCTS = ("dot", "custom-call")  # attention is a custom call; other operations do not count, as they are not fused
@@ -58,6 +59,7 @@ class RowPartition:
       model: costs that decide which chains are split. They hold for one launch setting. Without a model (None),
         `costs_decide` decides.
       parts: number of parts of each device's rows, 2 or more.
+      only: keys of the all-gathers whose chains are split; None means all. They are compared by kind, bytes and groups.
       costs_decide: only matters without a model. If True, all chains stay whole. If False, every chain that can be
         split is split.
     """
@@ -65,6 +67,7 @@ class RowPartition:
     model: CostModel | None = None
     parts: int = 2
     costs_decide: bool = False
+    only: tuple[CollectiveKey, ...] | None = None
 
     name = "row-partition"
     stage = Stage.PRE_SCHEDULER
@@ -80,16 +83,20 @@ class RowPartition:
         if self.costs_decide and self.model is None:
             context.note(f"left alone: {UNMEASURED}")
             return False
-        left, done, channel = Counter[str](), 0, free_channel(module)
+        left, done, channel, split = Counter[str](), 0, free_channel(module), set[str]()
         alone = None if self.model is None else Alone(self.model)
         for computation in list(module.computations):
             for chain in _worth_it(computation, self.parts, alone, left):
+                if self.only is not None and not is_one_of(chain.gather, self.only):
+                    continue
+                split.add(key_text(chain.gather))
                 _partition(chain, self.parts, channel)
                 channel += 2 * self.parts
                 done += 1
         context.left_alone(left)
         if done:
-            context.note(f"chains from all-gather to reduce-scatter split into {self.parts} parts", count=done)
+            words = f"chains from all-gather to reduce-scatter split into {self.parts} parts"
+            context.note(words, count=done, **{REPLACED: sorted(split)})
         return bool(done)
 
 

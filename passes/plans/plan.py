@@ -150,11 +150,13 @@ class CollectivesSection:
         in which only one strand runs (`passes/communication/row_partition.py`). With 0, chains stay whole.
       reduced: 1 if gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`), 0 if they are
         reduced as in the program.
+      parted: all-gathers whose chains are split, if `row_parts` is given; () means all.
     """
 
     decomposed: tuple[CollectiveKey, ...] = ()
     row_parts: int = 0
     reduced: int = 0
+    parted: tuple[CollectiveKey, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class _Collectives(Struct, forbid_unknown_fields=True):
     decomposed: list[Text] = []
     row_parts: Bytes = 0
     reduced: Bytes = 0
+    parted: list[Text] = []
 
 
 class _Prediction(Struct, forbid_unknown_fields=True):
@@ -199,7 +200,7 @@ def dumps(plan: Plan) -> str:
             "program": json_text(plan.program),
             "target": json_text({**vars(target), "environment": dict(target.environment)}),
             "predicted": json_text(predicted),
-            "collectives": json_text({**vars(collectives), "decomposed": list(map(str, collectives.decomposed))}),
+            "collectives": json_text({**vars(collectives), **_keys_text(collectives)}),
             "order": _lines(*(f'"{name}": {value}' for name, value in limits.items()), bodies),
             **({"sharding": json_text(plan.sharding.as_json())} if plan.sharding else {}),
             **({"tuning": _tuning_text(plan.tuning)} if plan.tuning else {}),
@@ -207,6 +208,10 @@ def dumps(plan: Plan) -> str:
     )
     loads(text, "this plan")
     return text
+
+
+def _keys_text(collectives: CollectivesSection) -> dict[str, list[str]]:
+    return {name: list(map(str, getattr(collectives, name))) for name in ("decomposed", "parted")}
 
 
 def _tuning_text(tuning: CollectiveSettings) -> str:
@@ -322,11 +327,14 @@ def _tuning(read: _Tuning, origin: str) -> CollectiveSettings:
 def _collectives(read: _Collectives, origin: str) -> CollectivesSection:
     if read.row_parts == 1:
         raise _wrong(origin, "expected 0, or at least 2", "collectives.row_parts")
-    keys = (_decomposed(key, f"collectives.decomposed[{n}]", origin) for n, key in enumerate(read.decomposed))
-    return CollectivesSection(tuple(keys), read.row_parts, read.reduced)
+    decomposed, parted = (
+        tuple(_key(key, f"collectives.{name}[{n}]", origin) for n, key in enumerate(given))
+        for name, given in (("decomposed", read.decomposed), ("parted", read.parted))
+    )
+    return CollectivesSection(decomposed, read.row_parts, read.reduced, parted)
 
 
-def _decomposed(text: str, place: str, origin: str) -> CollectiveKey:
+def _key(text: str, place: str, origin: str) -> CollectiveKey:
     try:
         key = keys.parse(str(text))
     except DhelixError:

@@ -123,7 +123,7 @@ class Links:
     def seconds(
         self, volume: float | Array, channels: Array, chunk: Array, rate: float | Array = 1.0, half: float | Array = 1.0
     ) -> Array:
-        """Seconds of a collective of `volume` bytes with nothing beside it, for arrays of channels and chunks of equal shape.
+        """Seconds of a collective of `volume` bytes alone, for arrays of channels and chunks of equal shape.
 
         `rate` and `half` are factors of r and c0 for the collective's type.
         """

@@ -110,7 +110,7 @@ def strand_passes(skew: int = 0) -> tuple[Pass, ...]:
 def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
     """Returns passes that replace and split collectives as a plan says. They leave alone what cannot be replaced."""
     reduction = (GradientReduction(),) if planned.reduced else ()
-    partition = (RowPartition(parts=planned.row_parts),) if planned.row_parts else ()
+    partition = (RowPartition(parts=planned.row_parts, only=planned.parted or None),) if planned.row_parts else ()
     kinds, only = {key.kind for key in planned.decomposed}, planned.decomposed
     return *reduction, *partition, *(one(only=only) for kind, one in _INSTEAD.items() if kind in kinds)
 

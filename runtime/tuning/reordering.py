@@ -8,11 +8,15 @@ Tuned collectives take other times, and slow computation less or more. So the or
 longer (`passes/plans/tuned_costs.py`). The step is compiled once in XLA's order. Each new order is searched in that
 program, without a GPU, and becomes a part of the plan. Then the step is compiled in this order and tuned again.
 
+Passes may have replaced collectives, or split chains into row parts, by the costs under NCCL's defaults. So the step is
+also compiled without that. The form and order that are predicted to be fastest are kept.
+
 A round counts only if the measured step is faster by more than chance. Otherwise the plan of the round before stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +28,7 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
+from dhelix.passes.communication.exchange import REPLACED
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.communication.permute_decomposition import PermuteDecomposition
 from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
@@ -32,7 +37,7 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.fingerprint import of_bytes
 from dhelix.passes.framework.manager import PassContext, Stage
-from dhelix.passes.framework.report import CHANGED, UNCHANGED
+from dhelix.passes.framework.report import CHANGED, UNCHANGED, Report
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan
@@ -41,6 +46,8 @@ from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.plans.tuned_collectives import bodies
 from dhelix.passes.plans.tuned_costs import tuned_model
 from dhelix.passes.tuning.collective_settings import CollectiveSettings
+from dhelix.profiles import keys
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement
 from dhelix.runtime.processes.launch_settings import NO_GRAPHS
@@ -58,8 +65,7 @@ _LEAST_GAIN = 0.001
 """A new order must be predicted to be faster by this fraction. Otherwise it is only another one."""
 
 _ORDERED = ("dp", "list")
-_UNNAMED = (RowPartition, ReduceScatterDecomposition, AllGatherDecomposition, PermuteDecomposition)
-"""Passes that decide by costs. Which collectives they have replaced is not known, so a plan cannot say it."""
+_DECOMPOSITIONS = (ReduceScatterDecomposition, AllGatherDecomposition, PermuteDecomposition)
 
 
 class Reordering:
@@ -76,6 +82,7 @@ class Reordering:
         """
         self._step, self._plan, self._told = step, plan, told
         self._arguments = tuple(jax.tree.map(_shape, arguments))
+        self._programs: dict[CollectivesSection, bytes] = {}
 
     def ordered(self, plan: Plan) -> tuple[Plan, Collection[str]]:
         """The plan with the order that is best for its tuned collectives.
@@ -92,7 +99,7 @@ class Reordering:
         self._told("orders the step for the tuned collectives")
         why, found, moved = "", plan, []
         try:
-            before, found = self._order_of(plan), self._ordered(plan.tuning)
+            before, found = self._order_of(plan), self._best(plan.tuning)
             least = self._seconds(before, plan.tuning) * (1.0 - _LEAST_GAIN)
             orders, new = ({b.fingerprint: b.order for b in one.bodies} for one in (before, found))
             if self._seconds(found, plan.tuning) < least:
@@ -124,12 +131,20 @@ class Reordering:
 
     def _order_of(self, plan: Plan) -> Plan:
         """A plan with the order in which a step with `plan` runs."""
-        return plan if plan.bodies else self._ordered(None)
+        return plan if plan.bodies else self._ordered(None, self._structures[0])
 
-    def _ordered(self, tuning: CollectiveSettings | None) -> Plan:
+    def _best(self, tuning: CollectiveSettings | None) -> Plan:
+        """The form of the step, and its order, that are predicted to be fastest with these settings."""
+        found = [self._ordered(tuning, self._structures[0])]
+        for form in self._structures[1:]:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the form may need too much memory
+                found.append(self._ordered(tuning, form))
+        return min(found, key=lambda plan: self._seconds(plan, tuning))
+
+    def _ordered(self, tuning: CollectiveSettings | None, structure: Plan) -> Plan:
         """The plan with the order that the step's schedule finds for these settings."""
-        structure, model = self._structure, tuned_model(self._model, tuning)
-        module = HloModule.from_bytes(self._program)
+        model = tuned_model(self._model, tuning)
+        module = HloModule.from_bytes(self._program(structure))
         original, given = dict(module.schedule), self._step.options
         options = StepOptions(schedule=given.schedule, max_in_flight=given.max_in_flight)
         for one in default_passes(options, model=model, hardware=model.hardware, memory_limit=given.most_bytes):
@@ -140,7 +155,7 @@ class Reordering:
 
     def _seconds(self, plan: Plan, tuning: CollectiveSettings | None) -> float:
         """The predicted time of a step in a plan's order, with these settings."""
-        module, costs = HloModule.from_bytes(self._program), tuned_model(self._model, tuning).costs()
+        module, costs = HloModule.from_bytes(self._program(plan)), tuned_model(self._model, tuning).costs()
         PlannedOrder(plan, sys.maxsize).run(module, PassContext())
         return simulate_module(module, costs.hardware, costs).seconds
 
@@ -153,37 +168,59 @@ class Reordering:
         return target.model
 
     @cached_property
-    def _structure(self) -> Plan:
-        """A plan that makes the step's strands and collectives, and no order."""
+    def _structures(self) -> list[Plan]:
+        """Plans that make the step's strands and collectives, and no order.
+
+        The first one makes the step as it was tuned. The others replace or split fewer collectives.
+        """
         options, plan = self._step.options, self._plan
         if options.passes is not None or options.schedule not in _ORDERED:
             raise DhelixError("the step's schedule searches no order")
         if options.orders_by_plan:
-            return replace(plan, order=replace(plan.order, bodies=()), tuning=None, sharding=None)
+            return [replace(plan, order=replace(plan.order, bodies=()), tuning=None, sharding=None)]
         report = self._step.report(*self._arguments)
         if report.left_alone:
             raise DhelixError(f"dhelix leaves the step as it is: {report.left_alone}")
-        changed = {entry.name for entry in report if entry.outcome == CHANGED}
-        if replaced := next((one.name for one in _UNNAMED if one.name in changed), ""):
-            raise DhelixError(f"{replaced} has replaced collectives by their costs: make a plan with `dhelix plan`")
-        collectives = CollectivesSection(reduced=int(GradientReduction.name in changed))
+        made = collectives_of(report)
+        forms = dict.fromkeys((made, replace(made, row_parts=0, parted=()), replace(made, decomposed=())))
         order = OrderSection((), options.skew, options.max_in_flight or 0)
-        return Plan(plan.program, plan.target, collectives, order)
+        return [Plan(plan.program, plan.target, form, order) for form in forms]
 
-    @cached_property
-    def _program(self) -> bytes:
-        """The step's program in XLA's order.
+    def _program(self, structure: Plan) -> bytes:
+        """The step's program in XLA's order, with a plan's collectives.
 
-        Raises DhelixError if its computations are not those of the tuned program.
+        Raises DhelixError if the computations of the first structure are not those of the tuned program.
         """
+        form = structure.collectives
+        if form not in self._programs:
+            self._told("compiles the step in XLA's order, to order it anew")
+            lowered = self.step(replace(structure, order=replace(structure.order, bodies=()))).lower(*self._arguments)
+            module = compiled_module(lowered.compile(dict(NO_GRAPHS)))
+            if form == self._structures[0].collectives:
+                self._check_bodies(module)
+            self._programs[form] = module.to_bytes()
+        return self._programs[form]
+
+    def _check_bodies(self, module: HloModule) -> None:
+        """Raises DhelixError if a program lacks a computation that was tuned."""
         assert self._plan.tuning is not None
-        self._told("compiles the step in XLA's order, to order it anew")
-        lowered = self.step(self._structure).lower(*self._arguments)
-        module = compiled_module(lowered.compile(dict(NO_GRAPHS)))
         known = {operators.fingerprint for operators in bodies(module, self._plan.target).values()}
         if missing := {one.body for one in self._plan.tuning.collectives} - known:
             raise DhelixError(f"in XLA's order, the step has other computations: it lacks {min(missing)}")
-        return module.to_bytes()
+
+
+def collectives_of(report: Report) -> CollectivesSection:
+    """What the passes of a step have replaced and split, as a plan says it."""
+    entries = {entry.name: entry for entry in report if entry.outcome == CHANGED}
+
+    def replaced(one: type[Any]) -> tuple[CollectiveKey, ...]:
+        notes = entries[one.name].notes if one.name in entries else ()
+        texts = dict.fromkeys(text for note in notes for text in note.facts.get(REPLACED, ()))
+        return tuple(key for key in map(keys.parse, texts) if isinstance(key, CollectiveKey))
+
+    parted, decomposed = replaced(RowPartition), tuple(key for one in _DECOMPOSITIONS for key in replaced(one))
+    parts = RowPartition.parts if parted else 0
+    return CollectivesSection(decomposed, parts, int(GradientReduction.name in entries), parted)
 
 
 def _shape(leaf: Any) -> Any:

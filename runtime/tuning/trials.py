@@ -117,6 +117,10 @@ class StepTrials:
         """The number of GPUs that run the program."""
         return math.prod(self.module.device_counts)
 
+    def known(self, settings: StepSettings) -> StepSettings:
+        """The settings of collectives that the program has."""
+        return {identity: setting for identity, setting in settings.items() if identity in self._names}
+
     @property
     def sends(self) -> bool:
         """Whether the program has all-to-alls or permutes, about which NCCL asks no plugin."""

@@ -148,7 +148,7 @@ def tune(
         new = replace(new, order=replace(new.order, memory_limit=limit))
         left = (deadline - time.monotonic()) / 60.0
         anew = Tuning(made, new, told, time.monotonic(), left, ended)
-        return anew.run(None, kept, Start(best.settings, moved, best.alone))
+        return anew.run(None, kept, Start(made.known(best.settings), moved, best.alone))
 
     tuned = repeated(first, reordering.ordered, again, lambda: _late(deadline - tuning.comparison), told)
     save(tuned.plan, out)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -13,10 +14,13 @@ from hypothesis import strategies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
+from dhelix.passes.communication.exchange import REPLACED
 from dhelix.passes.communication.row_partition import RowPartition, pays
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule, shapes
+from dhelix.profiles import keys
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 from dhelix.tests.machine import slowness
 
@@ -251,6 +255,20 @@ def test_costs_and_strands_decide(link: str, setting: str, ffn: int, strand: str
     assert pays(HloModule.from_text(text), model) == (not reason)
     assert RowPartition(model).run(HloModule.from_text(text), context) == (not reason)
     assert not reason or context.notes[0].message == f"left alone: {reason}"
+
+
+def test_a_plan_names_the_chains_that_costs_have_chosen() -> None:
+    """What the pass splits by costs is a fact of its report. With this fact, it splits the same without costs."""
+    text, context = LAYER.replace("FFN", "3584"), PassContext(strict=True)
+    by_costs, by_plan, none = (HloModule.from_text(text) for _ in range(3))
+    assert RowPartition(CostModel.find("H200", "no-p2p", "small-buffers")).run(by_costs, context)
+    (name,) = context.notes[-1].facts[REPLACED]
+    key = keys.parse(name)
+    assert isinstance(key, CollectiveKey) and (key.kind, key.bytes, key.group_size) == ("all-gather", 64 << 20, 4)
+    assert RowPartition(only=(key,)).run(by_plan, PassContext())
+    opcodes = [[i.opcode for i in module.entry.instructions] for module in (by_costs, by_plan)]
+    assert opcodes[0] == opcodes[1] and opcodes[0].count("all-gather") == 2
+    assert not RowPartition(only=(replace(key, bytes=1 << 20),)).run(none, PassContext())
 
 
 def test_a_part_does_not_wait_for_the_next() -> None:

@@ -38,10 +38,11 @@ BODY = PlanBody(
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
 SCATTER = CollectiveKey("reduce-scatter", 64 << 20, 4, implementation="symmetric")
+PARTED = CollectiveKey("all-gather", 64 << 20, 4)
 TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1")
 ORDER = OrderSection((BODY,), skew=1, max_in_flight=2, memory_limit=1 << 33)
 PREDICTED = Prediction(1e6, 9e5, 2e5, 0.9, 0.01)
-PLAN = Plan("llama-8b: 8 layers", TARGET, CollectivesSection((SCATTER,), 2, 1), ORDER, PREDICTED)
+PLAN = Plan("llama-8b: 8 layers", TARGET, CollectivesSection((SCATTER,), 2, 1, (PARTED,)), ORDER, PREDICTED)
 TEXT = plan_files.dumps(PLAN)
 
 

@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
+from dhelix.passes.communication import exchange
 from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.plans import plan_files
-from dhelix.passes.plans.plan import Plan, PlanTarget
+from dhelix.passes.plans.plan import CollectivesSection, Plan, PlanTarget
 from dhelix.passes.plans.tuned_collectives import identities
 from dhelix.passes.tuning.collective_settings import CollectiveSettings, TunedCollective
 from dhelix.profiles.channels.nccl_setting import NcclSetting
@@ -27,7 +28,7 @@ from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.tuning import in_effect, plugin, tune_step
 from dhelix.runtime.tuning.bodies import Body, BodyTimes
-from dhelix.runtime.tuning.reordering import MOST, Reordering, repeated
+from dhelix.runtime.tuning.reordering import MOST, Reordering, collectives_of, repeated
 from dhelix.runtime.tuning.step_search import DEFAULTS, TUNED, StepSettings
 from dhelix.runtime.tuning.tune_step import Tuning
 from dhelix.runtime.tuning.tuned import Start, Tuned
@@ -133,15 +134,21 @@ def test_settings_have_their_times_in_the_plan(first: Tuned) -> None:
 # ---- The order of a compiled step ----
 
 
-def compiled_step(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
-    """Two layers of two products over tensor-parallel GPUs, with an all-reduce after each layer."""
+def compiled_step(sharded_rows: bool = False, **options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
+    """Two layers of two products over tensor-parallel GPUs, with an all-reduce after each layer.
+
+    With `sharded_rows`, an all-gather precedes the products, and a reduce-scatter follows.
+    """
     mesh = deviceless.mesh({"tp": 2})
+
+    def rows(x: jax.Array, *spec: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec))) if sharded_rows else x
 
     def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+            return x + rows(jnp.tanh(rows(x) @ w["up"]) @ w["down"], "tp"), None
 
-        return jnp.mean(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
+        return jnp.mean(jax.lax.scan(layer, rows(x, "tp"), w)[0].astype(jnp.float32) ** 2)
 
     def train_step(w: dict[str, jax.Array], x: jax.Array) -> Any:
         value, gradients = value_and_grad(loss)(w, x)
@@ -190,6 +197,29 @@ def test_a_step_runs_in_the_order_that_is_best_for_its_tuned_collectives(monkeyp
     plugin.install().load("")
     assert report["planned-order"].outcome == CHANGED
     assert f"{len(plan.tuning.collectives)} collectives have the plan's settings" in report.settings
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_what_passes_have_replaced_by_costs_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(exchange, "why_too_dear", lambda *_: "")  # costs that say yes
+    step, arguments = compiled_step(strict=True, sharded_rows=True)
+    own = collectives_of(step.report(*arguments))
+    assert [(key.kind, key.bytes) for key in own.decomposed] == [("all-gather", 8 << 20)]
+    plan = settings_of(step, arguments, 0.5)
+    reordering = Reordering(step, arguments, plan, lambda _: None)
+    assert [form.collectives for form in reordering._structures] == [own, CollectivesSection()]
+    found, _ = reordering.ordered(plan)
+    times = [
+        reordering._seconds(reordering._ordered(plan.tuning, form), plan.tuning) for form in reordering._structures
+    ]
+    assert found.collectives == [own, CollectivesSection()][times.index(min(times))]
+    for form in reordering._structures:
+        made = reordering._ordered(plan.tuning, form)
+        ordered = reordering.step(replace(made, order=replace(made.order, memory_limit=1 << 40)))
+        assert collectives_of(ordered.report(*arguments)) == form.collectives
+        reordering.check(ordered)
 
 
 @pytest.mark.deviceless
