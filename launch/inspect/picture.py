@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dhelix.launch.inspect.answers.answers import Answers
-from dhelix.launch.inspect.inspection import Inspection, unknown_text
+from dhelix.launch.inspect.answers.memory import Moment, moments
+from dhelix.launch.inspect.inspection import Inspection, Ran, unknown_text
 from dhelix.launch.shown.figures import SHORT
 from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.shown.units import size_unit, time_unit
@@ -21,6 +21,10 @@ _LANES = {
 }
 
 
+_CHANGE = 0.002
+"""Fraction of the largest need by which memory must change to be drawn."""
+
+
 def of(inspection: Inspection) -> Picture:
     """Draws all executions of the step, which may be hundreds of thousands."""
     ran = inspection.ran
@@ -30,7 +34,8 @@ def of(inspection: Inspection) -> Picture:
         tuple(_bars(inspection)),
         tuple(_windows(ran.timeline, ran.parts)),
         ran.overlaps,
-        tuple(_memory(ran.timeline, inspection.answers)),
+        tuple(_memory(ran)),
+        inspection.answers.memory.arguments,
     )
 
 
@@ -73,10 +78,15 @@ def _summary(inspection: Inspection, overlaps: bool) -> str:
     return "  ·  ".join(words)
 
 
-def _memory(timeline: Timeline, answers: Answers) -> Iterator[tuple[float, int]]:
-    """When the needed memory changes, in milliseconds, and to how many bytes."""
-    starts = {interval.instruction: 1e3 * interval.start for interval in timeline.intervals}
-    at = 0.0
-    for point in answers.memory.points:
-        at = max(at, starts.get(point.instruction, at))
-        yield at, point.bytes
+def _memory(ran: Ran) -> Iterator[tuple[float, int, int]]:
+    """When the needed memory changes, in milliseconds, to how many bytes, and how many of them are residuals."""
+    (module, *_) = {i.computation.module for i in ran.instructions.values()}
+    known = moments(module)
+    found = ((start, known[i.instruction]) for i, start in unfolded(ran.timeline) if i.instruction in known)
+    starts = sorted(found, key=lambda one: one[0])
+    least = max((moment.bytes for _, moment in starts), default=0) * _CHANGE
+    shown = Moment(-1, -1)
+    for start, moment in starts:
+        if max(abs(moment.bytes - shown.bytes), abs(moment.residuals - shown.residuals)) > least:
+            shown = moment
+            yield 1e3 * start, moment.bytes, moment.residuals

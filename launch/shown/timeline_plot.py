@@ -21,6 +21,7 @@ import numpy as np
 from dhelix.errors import DhelixError
 from dhelix.launch.shown import figures
 from dhelix.launch.shown.figures import ALPHA, BETA, EXPOSED, FAINT, HIDDEN, INK
+from dhelix.launch.shown.units import size_unit
 from dhelix.runtime.profiling.traces.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -37,6 +38,13 @@ COLOURS = {
     "exposed": (EXPOSED, figures.EXPOSED_WORDS),
     "communication": ("#b59f6e", "communication"),
 }
+MEMORY = {
+    "arguments": ("#8a949e", "parameters and optimizer state"),
+    "residuals": ("#5b7f95", "residuals"),
+    "rest": ("#cdd3d9", "other memory"),
+}
+"""Colours of the memory, from bottom to top, and their texts in the legend."""
+_LEGEND = 5  # entries in a line of the legend
 _WIDTH, _DPI = 12.0, 200  # inches; dots per inch
 _TITLE_CHARACTERS = 130  # title and summary share a line if they have at most about this many characters
 _COLUMNS = 240  # number of columns in a panel of the whole step; each column covers many operators
@@ -80,7 +88,9 @@ class Picture:
       summary: one line of text next to the title.
       zoom: periods that are drawn enlarged, side by side.
       overlaps: whether communication can overlap with compute. If not, all communication has the same colour.
-      memory: when the needed memory changes, in milliseconds, and to how many bytes; only the page shows it.
+      memory: when the needed memory changes, in milliseconds, to how many bytes, and how many of these are residuals,
+        which the forward pass keeps for the backward pass.
+      arguments: bytes of the program's arguments: parameters, optimizer states and the batch.
     """
 
     title: str
@@ -88,7 +98,8 @@ class Picture:
     bars: tuple[Bar, ...]
     zoom: tuple[Window, ...] = ()
     overlaps: bool = True
-    memory: tuple[tuple[float, int], ...] = ()
+    memory: tuple[tuple[float, int, int], ...] = ()
+    arguments: int = 0
 
     @property
     def end(self) -> float:
@@ -117,7 +128,8 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
     if not any(picture.bars for picture in pictures):
         raise DhelixError("the timeline is empty, so there is nothing to draw")
     zoomed = [picture for picture in pictures if picture.zoom]
-    rows = [*(sum(0.55 for _ in p.lanes) + 0.55 for p in (*pictures, *zoomed))]
+    remembered = [picture for picture in pictures if picture.memory]
+    rows = [*(sum(0.55 for _ in p.lanes) + 0.55 for p in (*pictures, *zoomed)), *(1.1 for _ in remembered)]
     with figures.drawing({"font.size": 9.5}) as Figure:
         figure = Figure(figsize=(_WIDTH, sum(rows) + 1.15 + 0.3 * bool(headline)), dpi=_DPI, layout="constrained")
         axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
@@ -125,8 +137,11 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
         for axis, picture in zip(axes, pictures, strict=False):
             _draw_shares(axis, picture, span)
         zoom_span = max((_zoom_length(picture) for picture in zoomed), default=0.0)
-        for axis, picture in zip(axes[len(pictures) :], zoomed, strict=True):
+        for axis, picture in zip(axes[len(pictures) :], zoomed, strict=False):
             _draw_zoom(axis, picture, zoom_span, named=len(pictures) > 1)
+        most = max((needed for picture in remembered for _, needed, _ in picture.memory), default=0)
+        for axis, picture in zip(axes[len(pictures) + len(zoomed) :], remembered, strict=True):
+            _draw_memory(axis, picture, span, most, named=len(pictures) > 1)
         _legend(figure, pictures, footnote)
         if headline:
             figure.suptitle(headline, fontsize=13, fontweight="bold")
@@ -226,6 +241,27 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
         axis.axvline(picture.end, color=INK, lw=0.8, ls=":")
 
 
+def _draw_memory(axis: Any, picture: Picture, span: float, most: int, named: bool) -> None:
+    """Draws what lives over the time of the step: arguments, residuals and the rest, one upon the other."""
+    at, needed, residuals = (np.array([*column, column[-1]], float) for column in zip(*picture.memory, strict=True))
+    at[-1] = picture.end
+    unit = size_unit([most])
+    held = np.full_like(needed, min(picture.arguments, needed.min()))
+    tops = np.zeros_like(needed), held, held + residuals, needed
+    for key, bottom, top in zip(MEMORY, tops, tops[1:], strict=False):
+        axis.fill_between(at, bottom / unit.size, np.maximum(top, bottom) / unit.size, step="post",
+                          color=MEMORY[key][0], lw=0, rasterized=True)  # fmt: skip
+    axis.set_xlim(0, span)
+    axis.set_ylim(0, 1.05 * most / unit.size)
+    axis.set_yticks([0, most / unit.size], ["0", f"memory, {unit.text(most)}"])
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
+    axis.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    if named:
+        axis.set_title(f"{picture.title}: memory", loc="left", fontsize=10, fontweight="bold")
+
+
 def _shares(intervals: Sequence[Interval], edges: np.ndarray) -> np.ndarray:
     """For each pair of neighbouring edges, the fraction of the time between them that `intervals` cover."""
     if not intervals:
@@ -305,10 +341,14 @@ def _legend(figure: Any, pictures: Sequence[Picture], footnote: str) -> None:
         if key in shown:
             words.setdefault(colour, []).append(word)
     handles = [Patch(color=colour, label=", ".join(named)) for colour, named in words.items()]
+    remembered = [picture for picture in pictures if picture.memory]
+    drawn = {"arguments": any(p.arguments for p in remembered), "rest": bool(remembered)}
+    drawn["residuals"] = any(residuals for p in remembered for *_, residuals in p.memory)
+    handles += [Patch(color=colour, label=word) for key, (colour, word) in MEMORY.items() if drawn[key]]
     legend = figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=len(handles),
+        ncols=min(len(handles), _LEGEND),
         frameon=False,
         fontsize=9,
         columnspacing=1.6,

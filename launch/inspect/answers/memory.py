@@ -10,6 +10,7 @@ the gaps between buffers, so XLA's own number is slightly larger.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 
 _FORWARD, _BACKWARD = ("forward", "beta"), ("backward", "alpha")
+_LEAST = 1 << 20
+"""Smaller buffers are no residuals worth drawing. Looking for who reads them would take long."""
 
 
 @dataclass(frozen=True)
@@ -86,26 +89,76 @@ def memory_over_time(module: HloModule, words: Words) -> MemoryOverTime:
     return MemoryOverTime(memory.arguments, tuple(points), points[number], inside, tuple(living))
 
 
+@dataclass(frozen=True)
+class Moment:
+    """The bytes that live while an instruction runs, arguments included, and how many of them are residuals."""
+
+    bytes: int
+    residuals: int
+
+
+def moments(module: HloModule) -> dict[str, Moment]:
+    """For each instruction of a step, also inside loops, what lives while it runs.
+
+    A loop's iterations are alike. What a loop carries counts outside of it.
+    """
+    memory = Memory(module)
+    return dict(_moments(memory, module.entry, Moment(memory.arguments, 0)))
+
+
+def _moments(memory: Memory, computation: Computation, beside: Moment) -> Iterator[tuple[str, Moment]]:
+    """Goes through a computation. Around it, `beside` lives."""
+    sequence, inner = sequence_of(computation), memory.inner(computation)
+    live, residuals = LiveSet(memory, computation), _residuals(memory, computation, sequence)
+    for position, instruction in enumerate(sequence):
+        own = live.place(instruction) - inner.get(instruction, 0)
+        now = Moment(beside.bytes + own, beside.residuals + residuals[position])
+        yield instruction.name, now
+        if instruction.opcode in CONTROL_FLOW:
+            for called in instruction.called:
+                if called in memory.buffers:
+                    yield from _moments(memory, called, now)
+
+
+def _residuals(memory: Memory, computation: Computation, sequence: Sequence[Instruction]) -> list[int]:
+    """The bytes of the computation's own residuals that live while each instruction runs."""
+    buffers, changes = memory.buffers[computation], [0] * (len(sequence) + 1)
+    for buffer, positions in _touching(buffers, sequence).items():
+        if buffers.size(buffer) >= _LEAST and _is_residual(memory, buffers, buffer, [sequence[n] for n in positions]):
+            changes[positions[0]] += buffers.size(buffer)
+            changes[len(sequence) if buffer in buffers.live_out else positions[-1] + 1] -= buffers.size(buffer)
+    return list(itertools.accumulate(changes[:-1]))
+
+
+def _touching(buffers: Buffers, sequence: Sequence[Instruction]) -> dict[int, list[int]]:
+    """The positions of the instructions that touch each buffer."""
+    found: dict[int, list[int]] = {}
+    for position, instruction in enumerate(sequence):
+        for buffer in buffers.touches.get(instruction, ()):
+            found.setdefault(buffer, []).append(position)
+    return found
+
+
+def _is_residual(memory: Memory, buffers: Buffers, buffer: int, touching: Sequence[Instruction]) -> bool:
+    written, read = _parts(memory, buffers, buffer, touching)
+    return not written.isdisjoint(_FORWARD) and not read.isdisjoint(_BACKWARD)
+
+
 def _living(entry: Computation, memory: Memory, peak: int, words: Words) -> Iterator[Living]:
     """The buffers that are written before or at the position `peak` of the schedule and read at it or later."""
     sequence, buffers = entry.module.schedule[entry], memory.buffers[entry]
-    touched: dict[int, list[int]] = {}
-    for position, instruction in enumerate(sequence):
-        for buffer in buffers.touches.get(instruction, ()):
-            touched.setdefault(buffer, []).append(position)
-    for buffer, positions in touched.items():
+    for buffer, positions in _touching(buffers, sequence).items():
         end = len(sequence) if buffer in buffers.live_out else positions[-1]
         if not positions[0] <= peak <= end or not buffers.size(buffer):
             continue
         maker = sequence[positions[0]]
-        written, read = _parts(memory, buffers, buffer, [sequence[n] for n in positions])
         yield Living(
             maker.name,
             words[maker] if maker.opcode not in CONTROL_FLOW else maker.opcode,
             _shape(maker, buffers, buffer),
             source_of(maker),
             buffers.size(buffer),
-            not written.isdisjoint(_FORWARD) and not read.isdisjoint(_BACKWARD),
+            _is_residual(memory, buffers, buffer, [sequence[n] for n in positions]),
         )
 
 

@@ -78,7 +78,10 @@ def _timeline(picture: Picture, words: dict[str, int]) -> dict[str, Any]:
         "summary": picture.summary,
         "end": _nanoseconds(picture.end),
         "lanes": [_lane(picture, lane, words) for lane in picture.lanes],
-        "memory": {"at": [_nanoseconds(at) for at, _ in picture.memory], "bytes": [b for _, b in picture.memory]},
+        "memory": {
+            "at": [_nanoseconds(at) for at, _, _ in picture.memory],
+            "bytes": [needed for _, needed, _ in picture.memory],
+        },
     }
 
 

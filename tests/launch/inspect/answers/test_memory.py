@@ -1,6 +1,9 @@
 """The memory of a step over time, and which of it is residual."""
 
-from dhelix.launch.inspect.answers.memory import memory_over_time
+import pytest
+
+from dhelix.launch.inspect.answers import memory
+from dhelix.launch.inspect.answers.memory import memory_over_time, moments
 from dhelix.launch.shown.instruction_words import Words
 from dhelix.passes.hlo import HloModule
 
@@ -93,3 +96,13 @@ def test_residuals_of_scanned_layers() -> None:
     assert found.peak.instruction == "w1"
     assert residual == {"stack.2": True, "h.1": True, "sums": False}
     assert next(one.shape for one in found.living if one.instruction == "stack.2") == "f32[4,256]"
+
+
+def test_memory_over_time_also_inside_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_LEAST", KIB)
+    found = moments(HloModule.from_text(SCANNED))
+    # The stack and the last layer's value are written in one loop and read in the other. Both live inside the loops.
+    assert found["w0"].residuals == found["t"].residuals == found["m"].residuals == 5 * KIB
+    assert found["c0"].residuals == 0
+    whole = memory_over_time(HloModule.from_text(SCANNED), Words())
+    assert max(moment.bytes for moment in found.values()) == whole.peak.bytes
