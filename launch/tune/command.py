@@ -85,6 +85,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
                         "setting": r.setting,
                         "implementation": r.implementation or NCCL,
                         "environment": dict(r.environment),
+                        "searched": r.searched,
                         **r.result,
                     }
                     for r in rows

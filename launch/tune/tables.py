@@ -87,7 +87,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
     table.add_column("time", justify="right")
     for row in rows:
         cells = [_cell(row.seconds.get(name), base) for name in CHOICES]
-        table.add_row(row.name, *cells, str(row.result["measured"]), f"{row.result['spent']:.0f} s")
+        name = f"{row.name}, while searching" if row.searched else row.name
+        table.add_row(name, *cells, str(row.result["measured"]), f"{row.result['spent']:.0f} s")
     console.print(table)
     for line in best.result["iterations"]:
         say(console, line[0].upper() + line[1:] + ".")

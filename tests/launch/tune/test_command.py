@@ -156,6 +156,7 @@ def test_results_are_also_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     before, searched, checked = json.loads(capsys.readouterr().out)
     assert before["setting"] == "connections1" and list(before["seconds"]) == ["NCCL's defaults"]
     assert checked["seconds"]["dhelix"] == pytest.approx(0.095) and searched["tuning"] == checked["tuning"]
+    assert [row["searched"] for row in (before, searched, checked)] == [False, True, False]
 
 
 def test_the_fastest_launch_setting_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
