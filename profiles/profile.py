@@ -21,6 +21,9 @@ from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 STEADY = 0.25
 """Limit for `PairTiming.steady`: largest spread of a pair's samples, over the shorter side's time alone."""
 
+_CONTRADICTS = 1.1
+"""A side that takes so many times longer alone than in the pair was disturbed alone (docs/design/profiling.md)."""
+
 ALIKE = "alike"
 """Value of `source` for a time from a similar GPU (`estimates.alike`). Files of profiles contain no such times."""
 
@@ -97,6 +100,14 @@ class PairTiming:
     def shorter_than_alone(self) -> bool:
         """Whether the pair is steady and takes less time than its longer side alone, by more than the spread."""
         return self.steady and self.seconds + self.spread < max(self.first_alone, self.second_alone)
+
+    @property
+    def contradicts_itself(self) -> bool:
+        """Whether the pair is `shorter_than_alone` by more than clocks and caches explain.
+
+        Then a side was disturbed while it ran alone.
+        """
+        return self.shorter_than_alone and _CONTRADICTS * self.seconds < max(self.first_alone, self.second_alone)
 
 
 def quartile_distance(ordered: list[float]) -> float:
