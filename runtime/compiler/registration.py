@@ -53,6 +53,7 @@ _lock = threading.RLock()
 _sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; weak references, so only owners keep sessions alive
 _registered: dict[tuple[Stage, str], bool] = {}  # False: the process does not have this platform
 _temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # (part of the module name, transform)
+_unpredicted: list[None] = []  # one for each `unpredicted` that is entered
 
 
 def enabled() -> bool:
@@ -200,7 +201,7 @@ class Session:
 
     def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
         """Adds the scheduled step's predicted times to `found`. If the prediction fails, the error is only logged."""
-        if self._played is None:
+        if self._played is None or _unpredicted:
             return found
         start = time.perf_counter()
         try:
@@ -311,6 +312,19 @@ def temporary_hook(
         yield
     finally:
         _temporary.remove(entry)
+
+
+@contextlib.contextmanager
+def unpredicted() -> Iterator[None]:
+    """Leaves the times of steps that are compiled inside the context out of their reports.
+
+    Whoever predicts them from the compiled module anyway saves the second prediction.
+    """
+    _unpredicted.append(None)
+    try:
+        yield
+    finally:
+        _unpredicted.pop()
 
 
 def _hook(stage: Stage, module: bytes) -> bytes | None:

@@ -34,7 +34,7 @@ from dhelix.passes.simulation.systems import System
 from dhelix.profiles.clusters import cluster_file, known
 from dhelix.profiles.clusters.cluster import Cluster
 from dhelix.profiles.hardware import gpu_name
-from dhelix.runtime.compiler import deviceless, memory_need
+from dhelix.runtime.compiler import deviceless, kernel_cache, memory_need, registration
 from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.planning.step_sizes import mesh_of_arguments
 from dhelix.runtime.step.interleaved_step import InterleavedStep
@@ -241,7 +241,9 @@ def compiled(step: InterleavedStep, args: Sequence[Any], system: System, model: 
     """
     passes = passes_of(system, model, step.options)
     changed = step.but(passes=passes)
-    found = deviceless.compile(changed.lower(*args))
+    lowered = changed.lower(*args)
+    with registration.unpredicted():  # `simulated` predicts the times
+        found = deviceless.compile(lowered, **kernel_cache.options(lowered))
     notes = notes_of(changed.outcomes(*args)) if passes else ()
     return CompiledStep(compiled_module(found), memory_need.of_compiled(found).total, notes)
 

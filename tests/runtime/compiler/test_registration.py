@@ -166,6 +166,27 @@ def test_nothing_leaves_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CALLS == ["jit_step"]
 
 
+def test_times_are_left_out_only_inside_the_context() -> None:
+    asked = []
+
+    def played(module: bytes) -> Any:
+        asked.append(module)
+        raise DhelixError("no times")
+
+    def compile_played(size: int) -> None:
+        lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
+        module = lowering.hlo_bytes(lowered)
+        name = fingerprint.module_name(module)
+        session = Session(PassManager([Look(option=size)]), module, name, platforms=("cpu",), played=played)
+        lowering.with_hlo(lowered, module, session.module_name).compile()
+
+    with registration.unpredicted():
+        compile_played(5)
+    assert CALLS and not asked
+    compile_played(6)
+    assert len(asked) == 1
+
+
 def test_dhelix_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registration.enabled()
     monkeypatch.setenv("DHELIX", "off")
