@@ -117,7 +117,7 @@ class Specialization:
                 self._limit = plain_step.memory_limit(name, options, self._plain)
                 self._paired = weighed(options, self._target, original, self._limit)
                 self._session = self._begin(self._limit, program)
-                self._transform()
+                self._transform(program)
             else:
                 self._session = self._begin(self._limit)
                 self._session.skip_lowered(_ONE_DEVICE)
@@ -232,15 +232,15 @@ class Specialization:
             why = f"it cannot be interleaved: {first_line(error)}"
             self._leave_alone(why if job is None else job.leave(why, error))
 
-    def _transform(self) -> None:
-        """Runs the LOWERED passes."""
+    def _transform(self, program: bytes | None = None) -> None:
+        """Runs the LOWERED passes. `program` is the lowered step as serialized HLO, if it is at hand."""
         assert self._session is not None
         changed = self._session.run_lowered()
         makes_strands = self._options.schedule != "intra_batch"  # which orders programs that no pass has changed, too
         if changed is None and makes_strands and self._session.manager.runs_at(Stage.LOWERED):
             self._say_nothing_changed()
         else:
-            module = lowering.hlo_bytes(self.original) if changed is None else changed
+            module = changed or program or lowering.hlo_bytes(self.original)
             self.lowered = lowering.with_hlo(self.original, module, self._session.module_name)
 
     def _compile(self) -> None:
