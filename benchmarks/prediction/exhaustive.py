@@ -4,8 +4,9 @@
     python benchmarks/prediction/exhaustive.py --preset llama-8b --out grid.json --search
 
 The grids are for 64 H100s in 8 nodes. Points that `estimates.py` expects to need more than 1.5 times the memory of a
-GPU are left out. Points are simulated in a random order, and saved as they come. A run continues where another one
-ended. `--search` simulates nothing: the search may ask for the points of the file, some tens of them.
+GPU are left out. Points are saved as they come, and a run continues where another one ended. Their order is random, but
+points with layers of equal shapes follow each other, because they share kernels. `--search` simulates nothing: the
+search may ask for the points of the file, some tens of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def made(preset: str, part: str = "") -> tuple[Any, Any, list[Any]]:
     """The task, the estimator, and the choices of the grid, in an order that mixes them.
 
     Args:
-      part: a part of the grid, such as "pp=1,cp=1".
+      part: a part of the grid, such as "pp=1,states=zero1|zero2".
     """
     from dhelix.launch.simulate import search
     from dhelix.launch.train import trainer
@@ -58,8 +59,10 @@ def made(preset: str, part: str = "") -> tuple[Any, Any, list[Any]]:
         if estimator(choice).memory <= limit
     ]
     random.Random(0).shuffle(kept)
-    only = {name: int(value) for name, _, value in (text.partition("=") for text in part.split(",") if text)}
-    return task, estimator, [one for one in kept if all(getattr(one, name) == only[name] for name in only)]
+    shapes = list(dict.fromkeys((one.tp, one.cp, one.sequences) for one in kept))
+    kept.sort(key=lambda one: shapes.index((one.tp, one.cp, one.sequences)))
+    only = {name: values.split("|") for name, _, values in (text.partition("=") for text in part.split(",") if text)}
+    return task, estimator, [one for one in kept if all(str(getattr(one, name)) in only[name] for name in only)]
 
 
 def simulate(task: Any, choice: Any) -> tuple[Any, dict[str, Any]]:
@@ -76,6 +79,8 @@ def simulate(task: Any, choice: Any) -> tuple[Any, dict[str, Any]]:
 
 def run(options: argparse.Namespace) -> None:
     """Simulates what is missing, until `--minutes` are over."""
+    from dhelix.launch.simulate import search
+
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     end = time.monotonic() + 60 * options.minutes
@@ -83,8 +88,9 @@ def run(options: argparse.Namespace) -> None:
     done = read(options.out)
     left = [choice for choice in every if str(choice) not in done]
     print(f"{len(every)} points, {len(left)} of them left", flush=True)
+    pool_of = concurrent.futures.ProcessPoolExecutor
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.processes, spawn, max_tasks_per_child=20) as pool:
+    with pool_of(options.processes, spawn, search.prepare, max_tasks_per_child=40) as pool:
         waiting = {pool.submit(simulate, task, choice) for choice in left[: options.processes]}
         rest = iter(left[options.processes :])
         while waiting:
@@ -160,7 +166,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=GRIDS, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--part", default="", help="a part of the grid, such as pp=1,cp=1")
+    parser.add_argument("--part", default="", help="a part of the grid, such as pp=1,states=zero1|zero2")
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
