@@ -85,6 +85,7 @@ def run(options: argparse.Namespace) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     end = time.monotonic() + 60 * options.minutes
     task, _, every = made(options.preset, options.part)
+    whole = len(made(options.preset)[2])
     done = read(options.out)
     left = [choice for choice in every if str(choice) not in done]
     print(f"{len(every)} points, {len(left)} of them left", flush=True)
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
                 following = next(rest, None) if time.monotonic() < end else None
                 if following is not None:
                     waiting.add(pool.submit(simulate, task, following))
-            write(options.out, options.preset, len(every), done)
+            write(options.out, options.preset, whole, done)
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
