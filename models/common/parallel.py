@@ -114,6 +114,10 @@ class Parallel:
         """Declares that dimension 2 of `x [batch, seq, heads or ffn or vocab, ...]` is split over `tp`."""
         return x
 
+    def gather_features(self, x: jax.Array) -> jax.Array:
+        """Gathers a column-parallel result `[batch, seq, features / tp]` to `[batch, seq, features]`."""
+        return x
+
     def to_experts(self, rows: jax.Array) -> jax.Array:
         """Sends the rows of each expert to the device that holds the expert.
 
@@ -231,6 +235,9 @@ class ManualParallel(Parallel):
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
         return lax.psum_scatter(partial_sum, self.axis, scatter_dimension=1, tiled=True)
+
+    def gather_features(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.axis, axis=2, tiled=True)
 
     def gather_matmul(self, equation: str, x: jax.Array, weights: Sequence[jax.Array]) -> Iterator[jax.Array]:
         if self.collective_matmuls is None:
@@ -360,6 +367,9 @@ class AutoParallel(Parallel):
 
     def split_features(self, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows, None, "tp")))
+
+    def gather_features(self, x: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.rows)))
 
 
 def vocab_position(parallel: Parallel, ids: jax.Array, shard_size: int) -> jax.Array:

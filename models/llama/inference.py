@@ -8,6 +8,10 @@ each device holds the whole residual stream. The heads and the feed-forward's hi
 layer has two all-reduces, one after attention and one after the feed-forward. With `collective_matmuls`, each
 all-reduce is fused with the matmul before it (DistFuse, section 3.3).
 
+The output is column-parallel. With `whole_logits`, an all-gather follows, so every device can choose the next token.
+The embedding is split over the vocabulary as in training, or over its columns (`column_embedding_specs`). In the second
+case, a device looks up its columns of all tokens, and an all-gather follows (DistFuse, figure 1).
+
 The cache has room for `capacity` tokens of each sequence, and holds `length` tokens of each. In memory, the keys of one
 head are contiguous, so the matmul of a library can read them in place.
 
@@ -28,7 +32,7 @@ from dhelix.models.common.layers import causal_attention, embed
 from dhelix.models.common.parallel import SINGLE_DEVICE, Parallel
 from dhelix.models.llama.layers import attention_output, feed_forward_block, query_key_value, rotation
 from dhelix.models.llama.llama_config import LlamaConfig
-from dhelix.models.llama.model import Params, project
+from dhelix.models.llama.model import Params, param_specs, project
 
 KeysValues = tuple[jax.Array, jax.Array]
 Layer = Callable[[dict[str, jax.Array], jax.Array, Any], tuple[jax.Array, KeysValues]]
@@ -64,30 +68,56 @@ def cache_shapes(config: LlamaConfig, batch: int, capacity: int) -> Cache:
     return Cache(pair if config.scan_layers else [pair] * config.layers, jax.ShapeDtypeStruct((), jnp.int32))
 
 
+def column_embedding_specs(config: LlamaConfig) -> Params:
+    """`llama.param_specs` with the embedding split over its columns, `[vocab, hidden / tp]` on each device.
+
+    Raises:
+      ValueError: the embedding is also the output's matrix, which is split over the vocabulary.
+    """
+    if config.tie_embeddings:
+        raise ValueError(
+            "a tied embedding is split over the vocabulary; take llama.param_specs, or tie_embeddings=False"
+        )
+    return {**param_specs(config), "embedding": PartitionSpec(None, "tp")}
+
+
 def prefill(
-    config: LlamaConfig, params: Params, tokens: jax.Array, capacity: int, parallel: Parallel = SINGLE_DEVICE
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    capacity: int,
+    parallel: Parallel = SINGLE_DEVICE,
+    whole_logits: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """Reads prompts of equal length, and returns the logits of the next token and the cache.
 
     Args:
-      params: parameters in the compute dtype; under `shard_map`, this device's shards (`llama.param_specs`).
+      params: parameters in the compute dtype; under `shard_map`, this device's shards (`llama.param_specs` or
+        `column_embedding_specs`).
       tokens: int32 `[batch, seq]`.
       capacity: number of tokens of each sequence for which the cache has room; at least seq.
       parallel: a `TensorParallel` under `shard_map`.
+      whole_logits: whether each device gets the logits of the whole vocabulary, by an all-gather. Otherwise it gets
+        those of its shard.
 
     Returns:
-      The logits of the token after the prompts, `[batch, vocab / tp]`, and the cache.
+      The logits of the token after the prompts, `[batch, vocab / tp]` or `[batch, vocab]`, and the cache.
 
     Raises:
       ValueError: `capacity` is below seq.
     """
-    x, cache = prefill_layers(config, params["layers"], embed(config, parallel, params["embedding"], tokens), capacity,
-                              parallel)  # fmt: skip
-    return project(config, params, x[:, -1:], parallel)[:, 0], cache
+    x = _embedded(config, parallel, params["embedding"], tokens)
+    x, cache = prefill_layers(config, params["layers"], x, capacity, parallel)
+    return _next_logits(config, params, x[:, -1:], parallel, whole_logits), cache
 
 
 def decode(
-    config: LlamaConfig, params: Params, tokens: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    cache: Cache,
+    parallel: Parallel = SINGLE_DEVICE,
+    whole_logits: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """Reads one more token of each sequence, and returns the logits of the next token and the longer cache.
 
@@ -95,12 +125,26 @@ def decode(
     to update it in place.
 
     Args:
-      params, parallel: as in `prefill`.
+      params, parallel, whole_logits: as in `prefill`.
       tokens: int32 `[batch]`.
     """
-    x = embed(config, parallel, params["embedding"], tokens[:, None])
+    x = _embedded(config, parallel, params["embedding"], tokens[:, None])
     x, cache = decode_layers(config, params["layers"], x, cache, parallel)
-    return project(config, params, x, parallel)[:, 0], cache
+    return _next_logits(config, params, x, parallel, whole_logits), cache
+
+
+def _embedded(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The residual stream for `tokens [batch, seq]`. The shape of `table` says whether its columns are split."""
+    if table.shape[1] == config.hidden:
+        return embed(config, parallel, table, tokens)
+    rows = table.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return parallel.gather_features(rows.astype(config.dtype))
+
+
+def _next_logits(config: LlamaConfig, params: Params, x: jax.Array, parallel: Parallel, whole: bool) -> jax.Array:
+    """The logits of the next token, from the last layer's output for the last token, `x [batch, 1, hidden]`."""
+    logits = project(config, params, x, parallel)
+    return (parallel.gather_features(logits) if whole else logits)[:, 0]
 
 
 def prefill_layers(

@@ -2,17 +2,26 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.models import make_mesh
-from dhelix.models.common.parallel import SINGLE_DEVICE, TensorParallel
-from dhelix.models.llama.inference import Cache, cache_shapes, cache_specs, decode, prefill
+from dhelix.models.common.parallel import SINGLE_DEVICE, AutoParallel, TensorParallel
+from dhelix.models.llama.inference import (
+    Cache,
+    cache_shapes,
+    cache_specs,
+    column_embedding_specs,
+    decode,
+    prefill,
+)
 from dhelix.models.llama.model import init_params, logits, param_specs
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.tests.models.tiny import TINY
@@ -99,22 +108,67 @@ def test_devices_that_share_heads_predict_what_training_does(devices: int, scan_
     assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, cache_shapes(config, BATCH, CAPACITY))
 
 
-def test_a_layer_has_two_all_reduces_and_no_other_collective() -> None:
+@pytest.mark.parametrize(("specs", "form"), [(param_specs, "hybrid:2"), (column_embedding_specs, None)])
+def test_every_device_has_the_logits_of_the_whole_vocabulary(specs: Any, form: str | None) -> None:
+    parallel = TensorParallel(collective_matmuls=None if form is None else CollectiveMatmuls(form))
+    weights, cached = specs(CONFIG), cache_specs(CONFIG)
+    on_each = functools.partial(jax.shard_map, mesh=make_mesh(1, 4), check_vma=False)
+
+    def start_and_go_on(weights: Any, prompt: jax.Array) -> tuple[jax.Array, Cache]:
+        found, cache = prefill(CONFIG, weights, prompt[:, :PROMPT], CAPACITY, parallel, whole_logits=True)
+        after, cache = decode(CONFIG, weights, prompt[:, PROMPT], cache, parallel, whole_logits=True)
+        return jnp.stack([found, after], axis=1)[None], cache
+
+    run = fast_jit(on_each(start_and_go_on, in_specs=(weights, P()), out_specs=(P("tp"), cached)))
+    of_devices, _ = run(params(True), tokens())
+    for found in of_devices:
+        np.testing.assert_allclose(found, expected()[:, :2], rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(found, of_devices[0])
+
+
+def test_xla_gathers_whole_logits_under_automatic_sharding() -> None:
+    mesh = make_mesh(1, 4)
+    run = fast_jit(
+        lambda weights, prompt: prefill(CONFIG, weights, prompt, CAPACITY, AutoParallel(mesh), whole_logits=True)[0],
+        in_shardings=(jax.tree.map(lambda spec: NamedSharding(mesh, spec), column_embedding_specs(CONFIG)), None),
+    )
+    found = run(params(True), tokens()[:, :PROMPT])
+    assert found.sharding.is_fully_replicated
+    np.testing.assert_allclose(found, expected()[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("specs", "whole_logits", "in_the_ends"),
+    [
+        (param_specs, False, ["all_reduce"]),
+        (param_specs, True, ["all_reduce", "all_gather"]),
+        (column_embedding_specs, False, ["all_gather"]),
+        (column_embedding_specs, True, ["all_gather", "all_gather"]),
+    ],
+)
+def test_a_layer_has_two_all_reduces_and_no_other_collective(
+    specs: Any, whole_logits: bool, in_the_ends: list[str]
+) -> None:
     mesh, config = make_mesh(1, 4), dataclasses.replace(CONFIG, scan_layers=False)
-    weights, cached = param_specs(config), cache_specs(config)
+    weights, cached = specs(config), cache_specs(config)
     step = jax.shard_map(
-        lambda weights, new, cache: decode(config, weights, new, cache, TensorParallel()),
+        lambda weights, new, cache: decode(config, weights, new, cache, TensorParallel(), whole_logits),
         mesh=mesh,
         in_specs=(weights, P(), cached),
-        out_specs=(P(None, "tp"), cached),
+        out_specs=(P() if whole_logits else P(None, "tp"), cached),
         check_vma=False,
     )
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     new = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     text = jax.jit(step).lower(shapes, new, cache_shapes(config, BATCH, CAPACITY)).as_text()
-    assert text.count("all_reduce") == 2 + 1  # two in the layer, which is lowered once, and one in the embedding
+    found = re.findall(r"stablehlo\.(all_reduce|all_gather|reduce_scatter)", text)
+    assert sorted(found) == sorted(["all_reduce"] * 2 + in_the_ends)  # the layer is lowered once
     assert text.count("call @layer") == config.layers
-    assert "all_gather" not in text and "reduce_scatter" not in text
+
+
+def test_a_tied_embedding_has_no_split_columns() -> None:
+    with pytest.raises(ValueError, match="split over the vocabulary; take llama.param_specs"):
+        column_embedding_specs(dataclasses.replace(CONFIG, tie_embeddings=True))
 
 
 def test_a_prompt_that_does_not_fit_is_one_clear_error() -> None:
