@@ -33,7 +33,7 @@ class CaseResult:
 
     Attributes:
       calls: number of calls in a turn, enqueued one after the other.
-      ms: milliseconds of one call of the whole stack, in each round.
+      ms: milliseconds of one call, in each round. With a whole model, a call is a prompt or a token.
       mhz, watts: clock of the SMs and power of GPU 0 in each round; empty without samples.
       differs: largest difference from XLA's result, divided by the result's largest number.
       compile_s: seconds of compilation.
@@ -84,7 +84,7 @@ class Run:
     """One call of `run.py`.
 
     Attributes:
-      workload: preset, layers, dtype, tp and the model's sizes.
+      workload: preset, layers, dtype, tp, the model's sizes, and whether the whole model was timed or only layers.
       tolerance: the largest `differs` that is allowed.
       dropped: cases that the budget had no time for.
     """
@@ -121,14 +121,19 @@ def tables(runs: Sequence[Run]) -> str:
 
 def _of_run(run: Run) -> list[str]:
     timed = {name: case for name, case in run.cases.items() if case.times}
-    return [_head(run), _beside_the_paper(timed), _variants(timed), _checked(run), _missing(run)]
+    return [_head(run), _beside_the_paper(timed), _variants(timed, _whole(run)), _checked(run), _missing(run)]
+
+
+def _whole(run: Run) -> bool:
+    return run.workload.get("whole", False)  # older files are of layers only
 
 
 def _head(run: Run) -> str:
     w, on = run.workload, run.on
     rounds = sorted({len(ms) for case in run.cases.values() for ms in case.ms.values()})
+    layers = f"{'whole model with ' if _whole(run) else ''}{w['layers']} layers"
     return (
-        f"**{w['preset']} shapes, {w['layers']} layers, TP {w['tp']}, {w['dtype']}; {on.gpu}, {run.link}; medians of"
+        f"**{w['preset']} shapes, {layers}, TP {w['tp']}, {w['dtype']}; {on.gpu}, {run.link}; medians of"
         f" {' or '.join(map(str, rounds)) or 'no'} rounds** (machine {on.machine or 'unknown'}, driver"
         f" {on.driver or 'unknown'}, jax {on.jax}, NCCL {on.nccl or 'unknown'}, {on.date})"
     )
@@ -146,8 +151,9 @@ def _beside_the_paper(cases: dict[str, CaseResult]) -> str:
     return _markdown([*rows, ("DistFuse, 4 x A100-40GB", *PAPER)])
 
 
-def _variants(cases: dict[str, CaseResult]) -> str:
-    head = "sequences x tokens", "variant", "ms", "spread", "latency lower by", "net hidden", "differs", "MHz", "W"
+def _variants(cases: dict[str, CaseResult], whole: bool) -> str:
+    ms = "ms per prompt or token" if whole else "ms"
+    head = "sequences x tokens", "variant", ms, "spread", "latency lower by", "net hidden", "differs", "MHz", "W"
     rows: list[tuple[str, ...]] = [head]
     for name, case in cases.items():
         for variant, timing in case.times.items():

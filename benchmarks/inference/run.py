@@ -1,12 +1,18 @@
-"""Measures the latency of Llama layers in inference, with several implementations of matmul and all-reduce.
+"""Measures the latency of Llama in inference, with several implementations of matmul and all-reduce.
 
     python benchmarks/inference/run.py --threads 8 --budget_s 300 --out benchmarks/results/inference_h200x2.json
     python benchmarks/inference/run.py --prefill 1024 --decode --forms mosaic auto      # one case, two variants of ours
+    python benchmarks/inference/run.py --whole --preset llama-8b --tp 2 --case_s 500 --out DIR/inference_whole.json
     python benchmarks/inference/results.py benchmarks/results/inference_*.json
 
 Cases are prefill of one sequence and decode with a cache, at the sizes of `--preset`, tensor parallel over all GPUs,
 without sequence parallelism (`programs.py`). Variants are XLA with NCCL, each of `--forms` of `matmul_all_reduce`, the
 tile-wise all-reduce after a matmul, and no communication, which is the bound.
+
+With `--whole`, a case is the whole model and not only layers. It begins with the embedding of tokens, has all layers of
+the preset, and ends with the next tokens. So a call of prefill is the latency of a prompt, and a call of decode that of
+a token. Communication's share includes the all-gathers of embedding and output. The third line above runs it on two
+GPUs. More layers compile longer, so `--case_s` is larger there.
 
 For each case, XLA's program is compiled first, because its compilation tunes most of the matmuls. The others are then
 compiled in parallel. Each program runs once, and its result is compared with XLA's. Then variants take turns, round by
@@ -47,13 +53,15 @@ from dhelix.runtime.processes.launch_settings import link_of, without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 FORMS = ("monolithic", "hybrid:2", "hybrid:4", "ring", "mosaic", TILE_WISE)
-_WORKLOAD = ("preset", "layers", "tp", "hidden", "ffn", "heads", "kv_heads", "dtype")
+_LAYERS = 8  # without --whole
+_WORKLOAD = ("preset", "layers", "tp", "hidden", "ffn", "heads", "kv_heads", "dtype", "whole")
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--preset", default="llama-3.1-70b")
-    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--layers", type=int, help=f"default: {_LAYERS}; with --whole, all of the preset")
+    made.add_argument("--whole", action="store_true", help="the whole model, from tokens to the next tokens")
     made.add_argument("--tp", type=int, default=0, help="GPUs; 0: all there are")
     made.add_argument("--prefill", type=int, nargs="*", default=[1024, 4096], help="tokens of the one sequence")
     made.add_argument("--decode", type=int, nargs="*", default=[16, 64], help="sequences")
@@ -76,7 +84,8 @@ def main() -> None:
     arguments = parser().parse_args()
     try:
         tp = arguments.tp or len(jax.devices())
-        config = preset(arguments.preset, arguments.layers)
+        layers = _LAYERS if arguments.layers is None and not arguments.whole else arguments.layers
+        config = preset(arguments.preset, layers)
         if not isinstance(config, LlamaConfig):
             raise DhelixError(f"{arguments.preset} is no Llama, and only Llama has inference; use a preset of Llama")
         print(tables([measure(config, tp, arguments)]))
@@ -108,12 +117,13 @@ class Benchmark:
         facts = {**vars(arguments), **vars(config), "tp": tp}
         workload = {name: facts[name] for name in _WORKLOAD}
         self.run = Run(provenance(), link_of(os.environ), workload, tolerance(self.config, tp))
-        self.cases = [Case("prefill", 1, tokens) for tokens in arguments.prefill]
-        self.cases += [Case("decode", batch, arguments.cached) for batch in arguments.decode]
+        whole = arguments.whole
+        self.cases = [Case("prefill", 1, tokens, whole) for tokens in arguments.prefill]
+        self.cases += [Case("decode", batch, arguments.cached, whole) for batch in arguments.decode]
 
     @functools.cached_property
-    def layers(self) -> Any:
-        return programs.make_layers(self.config, self.mesh)
+    def weights(self) -> Any:
+        return programs.make_weights(self.config, self.mesh, self.arguments.whole)
 
     def todo(self) -> Iterator[Case]:
         """Yields cases as long as the budget leaves 1.2 times the time of the longest case so far."""
@@ -131,11 +141,11 @@ class Benchmark:
         """Compiles, checks and times all variants of a case."""
         result = self.run.cases[case.name] = CaseResult()
         compiled = self.compile_all(case, result)
-        stack = Stack(self.layers, programs.make_inputs(self.config, self.mesh, case))
+        stack = Stack(self.weights, programs.make_inputs(self.config, self.mesh, case))
         expected: jax.Array | None = None
         for variant, step in list(compiled.items()):
             try:
-                x = jax.block_until_ready(stack.call(step))
+                x, *_ = jax.tree.leaves(jax.block_until_ready(stack.call(step)))  # of a whole model, the logits
                 expected = x if variant == XLA else expected
                 if variant not in (XLA, BOUND) and expected is not None:
                     result.differs[variant] = float(difference(expected.astype(jnp.float32), x))
@@ -202,17 +212,17 @@ class Benchmark:
 class Stack:
     """Weights and inputs of a case. Each call takes the previous call's cache, because caches are donated."""
 
-    def __init__(self, layers: Any, inputs: Sequence[Any]) -> None:
-        self.layers, self.inputs = layers, inputs
+    def __init__(self, weights: Any, inputs: Sequence[Any]) -> None:
+        self.weights, self.inputs = weights, inputs
         # CPU devices deadlock if two programs with collectives are in flight.
         self.one_by_one = jax.default_backend() == "cpu"
 
-    def call(self, step: Callable[..., Any]) -> jax.Array:
-        """Calls the program. Returns x after all layers, which may still be in flight."""
-        x, cached = step(self.layers, *self.inputs)
+    def call(self, step: Callable[..., Any]) -> Any:
+        """Calls the program. Returns its result without caches, which may still be in flight."""
+        result, cached = step(self.weights, *self.inputs)
         if len(self.inputs) > 1:
             self.inputs = [self.inputs[0], cached, *self.inputs[2:]]
-        return jax.block_until_ready(x) if self.one_by_one else x
+        return jax.block_until_ready(result) if self.one_by_one else result
 
     def turn(self, step: Callable[..., Any], calls: int) -> float:
         """Average seconds of `calls` calls, until all devices are done."""

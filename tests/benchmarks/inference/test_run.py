@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from dhelix.benchmarks.inference import programs as inference_programs
 from dhelix.benchmarks.inference import run as inference
-from dhelix.benchmarks.inference.programs import Case, config_for, lowered
+from dhelix.benchmarks.inference.programs import Case, config_for, lowered, make_inputs, make_weights
 from dhelix.benchmarks.inference.results import BOUND, TILE_WISE, XLA, CaseResult, Run, read, tables
 from dhelix.errors import DhelixError
 from dhelix.models import preset
 from dhelix.models.llama.llama_config import LLAMA_PRESETS
 from dhelix.profiles.profile import Provenance
 from dhelix.runtime.compiler import deviceless
+from dhelix.tests.quick import slow_but
 
 ON = Provenance("NVIDIA H200", 2, "2026-01-31", nccl="2.28.9", jax="0.11.2", machine="9f3a")
 WORKLOAD = {"preset": "llama-3.1-70b", "layers": 8, "tp": 2, "dtype": "bfloat16"}
@@ -67,6 +69,55 @@ def test_tables_have_the_papers_numbers_beside(tmp_path: Path) -> None:
         read(tmp_path / "other.json")
 
 
+def test_a_whole_model_is_timed_per_prompt_and_per_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference_programs, "compiler_options", lambda mesh: {"xla_backend_optimization_level": 0})
+    sizes = ("--prefill", "--decode", "8", "--cached", "32", "--layers", "1")
+    run = measured(tmp_path / "r.json", "--whole", *sizes, "--forms", "hybrid:2")
+    assert read(tmp_path / "r.json") == run and run.workload["whole"]
+    (result,) = run.cases.values()
+    assert set(result.ms) == {XLA, BOUND, "hybrid:2"} and not result.failed
+    assert result.differs["hybrid:2"] < run.tolerance
+    run.cases = {"decode, 8 x 32": case_result(xla=10.0, no_communication=8.0, ring=9.0)}
+    text = tables([run])
+    assert "**llama-demo shapes, whole model with 1 layers, TP 4, float32; " in text
+    assert "| decode, 8 x 32 | 20.0 % | ring | 10.0 % | 50.0 % |" in text
+    assert "| sequences x tokens | variant | ms per prompt or token | spread |" in text
+
+
+@pytest.mark.parametrize("kind", slow_but(["decode"], ["prefill", "decode"]))
+def test_a_whole_model_chooses_the_token_that_one_device_does(kind: Any) -> None:
+    case = Case(kind, 4, 16, whole=True)
+    results = []
+    for devices in (1, 4):
+        mesh = inference.make_mesh(1, devices)
+        config = config_for(dataclasses.replace(LLAMA_PRESETS["llama-demo"], layers=1, vocab=64), mesh)
+        operands = make_weights(config, mesh, whole=True), *make_inputs(config, mesh, case)
+        (logits, chosen), _ = inference_programs.program(config, mesh, case, XLA)(*operands)
+        assert logits.shape == (4, config.vocab) and 0.5 < np.std(logits) < 2.0
+        np.testing.assert_array_equal(chosen, np.argmax(logits, axis=-1))
+        results.append(logits)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant, reduced, gathered", [(XLA, 2, 2), ("monolithic", 2, 2), (BOUND, 0, 0)])
+def test_a_whole_model_gathers_at_both_ends(variant: str, reduced: int, gathered: int) -> None:
+    mesh = inference.make_mesh(1, 4)
+    config = config_for(dataclasses.replace(LLAMA_PRESETS["llama-demo"], layers=2), mesh)
+    text = lowered(config, mesh, Case("decode", 8, 32, whole=True), variant).as_text()
+    assert text.count("stablehlo.all_reduce") == reduced  # the layer is lowered once
+    assert text.count("stablehlo.all_gather") == gathered
+
+
+def test_a_whole_model_has_all_layers_of_its_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(inference, "measure", lambda config, tp, given: seen.append(config.layers))
+    monkeypatch.setattr(inference, "tables", lambda runs: "")
+    for flags in ([], ["--whole"], ["--whole", "--layers", "2"]):
+        monkeypatch.setattr(sys, "argv", ["inference.py", "--preset", "llama-8b", *flags])
+        inference.main()
+    assert seen == [8, 32, 2]
+
+
 @pytest.mark.slow
 def test_it_runs_on_cpu_devices_and_refuses_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = inference_programs.parallel_of
@@ -95,7 +146,9 @@ def test_a_budget_drops_what_no_longer_fits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("case", [Case("prefill", 1, 1024), Case("decode", 64, 4096)])
+@pytest.mark.parametrize(
+    "case", [Case("prefill", 1, 1024), Case("decode", 64, 4096), Case("decode", 64, 4096, whole=True)], ids=str
+)
 def test_on_gpus_neither_weights_nor_caches_are_copied(case: Case) -> None:
     mesh = deviceless.mesh({"dp": 1, "tp": 4})
     config = config_for(dataclasses.replace(LLAMA_PRESETS["llama-3.1-70b"], layers=1, vocab=8), mesh)
@@ -105,6 +158,7 @@ def test_on_gpus_neither_weights_nor_caches_are_copied(case: Case) -> None:
         step = deviceless.compile(lowered(config, mesh, case, variant), **inference_programs.compiler_options(mesh))
         text, memory = step.as_text() or "", step.memory_analysis()
         assert (" all-reduce" in text) == (variant in (XLA, "hybrid:2"))
+        assert variant == "ring" or (" all-gather" in text) == (case.whole and variant != BOUND)
         assert not re.search(r"= bf16\S* copy\(", text)
         assert memory is not None and memory.temp_size_in_bytes < weights // 2
         if case.kind == "decode":
