@@ -27,6 +27,7 @@ from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 4, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
 _DECODE = Tiles(64, 128, 64, 7, "N", 8)
+_SMALL_OF_MANY, _FLAT_OF_MANY = replace(_SMALL, steps=3), replace(_DECODE, steps=4)  # two shots, 5 to 8 devices
 _LARGE_DEPTH = 8192  # from this contraction on, large tiles save more time than their longer last wave costs
 _SPLIT_DEPTH, _VERY_DEEP, _MOST_SPLITS = 4096, 14336, 4
 _READING = 64  # number of blocks that saturate the memory when they read w
@@ -42,15 +43,19 @@ def default_tiles(site: Site) -> Tiles:
       shared memory. Their blocks form no clusters. A quarter of a wave of each other device's tiles comes first.
     - Small tiles are chosen otherwise. They have `steps = 4`, so that pieces have 64 columns (128 bytes). They form
       clusters of two blocks if the rows are divisible. Half a wave of each other device's tiles comes first.
+    - For 5 to 8 devices, large tiles are never chosen, and with two shots the others have fewer steps. So pieces have
+      64 columns there, too. Narrower pieces would be stored into the peers' results in parts of cache lines.
 
-    All these numbers were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`).
+    All these numbers were chosen by measurement (docs/research_log.md, `benchmarks/collective_matmul/own_tiles.py`),
+    except the steps for 5 to 8 devices: these are the most that fit for 8.
     """
     if shots_for(site, _DECODE) == 1:
         splits = splits_for(site, _DECODE)
         return _DECODE if splits == 1 else replace(_DECODE, splits=splits)
+    many = site.axis_size >= owned_tiles.MANY_DEVICES
     if site.rows % _LARGE.tile_m:
-        return _DECODE
-    tiles = _LARGE if site.contraction >= _LARGE_DEPTH else _SMALL
+        return _FLAT_OF_MANY if many else _DECODE
+    tiles = _SMALL_OF_MANY if many else _LARGE if site.contraction >= _LARGE_DEPTH else _SMALL
     return replace(tiles, cluster=1) if site.rows % (_owners(site, tiles) * 2 * tiles.tile_m) else tiles
 
 

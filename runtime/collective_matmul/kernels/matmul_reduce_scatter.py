@@ -23,7 +23,7 @@ from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 
-_TILES, _MANY_DEVICES = Tiles(128, 256, 64, 4, "M", 8), 5
+_TILES = Tiles(128, 256, 64, 4, "M", 8)
 
 
 def default_tiles(site: Site) -> Tiles:
@@ -32,7 +32,7 @@ def default_tiles(site: Site) -> Tiles:
     For 5 to 8 devices, the tiles have `steps = 3` instead of 4. So shared memory has room for wide pieces of all
     devices. These numbers were chosen by measurement (docs/research_log.md).
     """
-    return replace(_TILES, steps=3) if site.axis_size >= _MANY_DEVICES else _TILES
+    return replace(_TILES, steps=3) if site.axis_size >= owned_tiles.MANY_DEVICES else _TILES
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:

@@ -23,6 +23,10 @@ from dhelix.runtime.collective_matmul.kernels import gemm_tiles
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import Gemm, Tile
 
 MOST_DEVICES = 8
+MANY_DEVICES = 5  # from here on, slots and rendezvous take so much that other numbers are better
+_REGISTERS = gemm_tiles.MEMORY_REGISTERS, gemm_tiles.COMPUTE_REGISTERS
+_REGISTERS_OF_MANY = 56, 224
+_SMALL_PART = 64 * 128  # elements of a part that leaves registers of the multiplying warpgroups unused
 
 
 class Job(NamedTuple):
@@ -96,6 +100,16 @@ class SummedGemm:
         sources = self.devices if self.shots == 1 else self.devices - 1
         tiles = self.tiles * self.gemm.cluster
         return sources, tiles, 2, len(self.pieces), gemm_tiles.PIECE_ROWS, self.gemm.store_columns
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of the loading and of the multiplying warpgroups.
+
+        Beside the loads, one warp of the loading warpgroup holds the stamps of all devices (`device_barrier`).
+        """
+        rows, columns = self.gemm.part
+        many = self.devices >= MANY_DEVICES and rows * columns <= _SMALL_PART
+        return _REGISTERS_OF_MANY if many else _REGISTERS
 
     @property
     def out_shape(self) -> tuple[int, int]:

@@ -49,7 +49,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.runtime.collective_matmul.kernels import device_barrier, gemm_tiles, hopper_gemm, opaque, split_sums
+from dhelix.runtime.collective_matmul.kernels import device_barrier, hopper_gemm, opaque, split_sums
 from dhelix.runtime.collective_matmul.kernels.device_barrier import Meeting
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing
@@ -94,6 +94,7 @@ def _kernel(
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
+    loading, multiplying = plan.registers
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(plan.staged_shape[1:3]))
     finished = None if plan.scatter or plan.shots == 1 else pl.get_global(plgpu.SemaphoreType.REGULAR)
     sums = split_sums.of_kernel(gemm, partials)
@@ -108,7 +109,7 @@ def _kernel(
 
     @pl.when(group == MEMORY_GROUP)
     def _() -> None:
-        plgpu.set_max_registers(gemm_tiles.MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(loading, action="decrease")
 
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
@@ -118,7 +119,7 @@ def _kernel(
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
-        plgpu.set_max_registers(gemm_tiles.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(multiplying, action="increase")
         me = lax.axis_index(axis)
         peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
         slots = buffers["out"].at[group]

@@ -1,6 +1,7 @@
 """Kernels of matmul + reduce-scatter and matmul + all-reduce: order of tiles, refusals, and compilation by XLA.
 
-Benchmarks run them on GPUs, because the interpreter has no remote memory.
+Benchmarks run them on GPUs, because the interpreter has no remote memory. `test_summed_matmul_interpreted.py` runs the
+all-reduce on one block, which plays all devices.
 """
 
 from __future__ import annotations
@@ -249,6 +250,33 @@ def test_tiles_that_do_not_fit_into_shared_memory_are_refused():
 def test_a_warpgroup_has_a_slot_for_a_piece_of_each_device_as_wide_as_fits(devices, steps, pieces):
     gemm = plan("matmul_reduce_scatter", 8192, 1024, devices, dataclasses.replace(TILES, steps=steps)).gemm
     assert (gemm.store_columns, gemm.store_slots) == pieces
+
+
+@pytest.mark.parametrize("depth", [2048, 8192])
+@pytest.mark.parametrize("rows", [16, 64, 128, 1024, 2048])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_pieces_of_an_all_reduce_are_whole_cache_lines_on_2_4_and_8_devices(devices, rows, depth):
+    it = plan("matmul_all_reduce", rows, 8192, devices, None, depth)
+    assert it.refusal() is None
+    assert all(width * 2 % 128 == 0 for width in (it.gemm.part[1], it.gemm.store_columns, it.staged_shape[-1]))
+    assert it.gemm.part[1] % it.gemm.store_columns == 0 and it.gemm.store_slots >= (devices if it.shots == 2 else 2)
+
+
+@pytest.mark.parametrize(
+    "rows, depth, devices, cut",
+    [
+        (64, 4096, 4, (64, 128, 7)),
+        (1024, 4096, 4, (128, 128, 4)),
+        (1024, 8192, 4, (128, 256, 3)),
+        (64, 4096, 8, (64, 128, 4)),
+        (1024, 4096, 8, (128, 128, 3)),
+        (1024, 8192, 8, (128, 128, 3)),
+    ],
+)
+def test_eight_devices_take_fewer_steps_for_the_width_of_pieces(rows, depth, devices, cut):
+    it = plan("matmul_all_reduce", rows, 8192, devices, None, depth)
+    assert (it.gemm.tiles.tile_m, it.gemm.tiles.tile_n, it.gemm.tiles.steps) == cut
+    assert it.registers == ((56, 224) if devices == 8 else (40, 232))
 
 
 def test_more_devices_than_slots_are_refused():
