@@ -119,6 +119,7 @@ class _Tuning:
         self._options = {n: v for n, v in step_flags.given(chosen).items() if n in STEP_OPTIONS}
         self._preset = step_flags.options(chosen).said()
         self._start, self._number, self._said = time.monotonic(), 0, ""
+        self._took = 0.0  # seconds of the last process
         told = json.dumps([self._preset, self._options, chosen["link"]], sort_keys=True)
         name = f"{chosen['preset']}-{of_bytes(told.encode())}.jsonl"
         self.records = Path(chosen["records"]) if chosen["records"] else _RECORDS.expanduser() / name
@@ -158,7 +159,8 @@ class _Tuning:
                 return single(self._chosen["link"], rows[-1].result["sends"])
 
             environment = search(evaluate, fixed, variables).environment
-        left = max(self._chosen["minutes"] - self._spent() / 60.0, 0.0)
+        # The last part takes about as long as one of the processes before.
+        left = max(self._chosen["minutes"] - (self._spent() + self._took) / 60.0, 0.0)
         tuned = replace(self._row(best, environment, left, form), searched=True)
         return [*rows, tuned, *self._checked(tuned)]
 
@@ -228,7 +230,10 @@ class _Tuning:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(self._folder / "cache")
         variables = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": cache, **environment}
         place = Place(setting, self._chosen["link"], variables, self._gpus)
-        return Row(setting, environment, processes.tuned(request, place, self._told), out, form)
+        began = self._spent()
+        result = processes.tuned(request, place, self._told)
+        self._took = self._spent() - began
+        return Row(setting, environment, result, out, form)
 
     def _told(self, what: str) -> None:
         if what != self._said:  # a worker says again what it does, as a sign of life
