@@ -100,24 +100,28 @@ class Moment:
 def moments(module: HloModule) -> dict[str, Moment]:
     """For each instruction of a step, also inside loops, what lives while it runs.
 
-    A loop's iterations are alike. What a loop carries counts outside of it.
+    A loop's iterations are alike. What a loop carries counts outside of it. A computation with several callers has what
+    lives at the one where most lives. Takes time linear in the module's size, as `executions` does.
     """
-    memory = Memory(module)
-    return dict(_moments(memory, module.entry, Moment(memory.arguments, 0)))
+    memory, found = Memory(module), dict[str, Moment]()
+    beside = {module.entry: Moment(memory.arguments, 0)}
+    for computation in reversed(module.computations):  # callers first
+        if computation not in beside or computation not in memory.buffers:
+            continue
+        for instruction, now in _moments(memory, computation, beside[computation]):
+            found[instruction.name] = now
+            for called in instruction.called if instruction.opcode in CONTROL_FLOW else ():
+                beside[called] = max(now, beside.get(called, now), key=lambda moment: moment.bytes)
+    return found
 
 
-def _moments(memory: Memory, computation: Computation, beside: Moment) -> Iterator[tuple[str, Moment]]:
+def _moments(memory: Memory, computation: Computation, beside: Moment) -> Iterator[tuple[Instruction, Moment]]:
     """Goes through a computation. Around it, `beside` lives."""
     sequence, inner = sequence_of(computation), memory.inner(computation)
     live, residuals = LiveSet(memory, computation), _residuals(memory, computation, sequence)
     for position, instruction in enumerate(sequence):
         own = live.place(instruction) - inner.get(instruction, 0)
-        now = Moment(beside.bytes + own, beside.residuals + residuals[position])
-        yield instruction.name, now
-        if instruction.opcode in CONTROL_FLOW:
-            for called in instruction.called:
-                if called in memory.buffers:
-                    yield from _moments(memory, called, now)
+        yield instruction, Moment(beside.bytes + own, beside.residuals + residuals[position])
 
 
 def _residuals(memory: Memory, computation: Computation, sequence: Sequence[Instruction]) -> list[int]:
