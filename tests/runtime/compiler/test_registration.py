@@ -177,7 +177,8 @@ def test_times_are_left_out_only_inside_the_context() -> None:
         lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
         module = lowering.hlo_bytes(lowered)
         name = fingerprint.module_name(module)
-        session = Session(PassManager([Look(option=size)]), module, name, platforms=("cpu",), played=played)
+        passes: Any = [Look(option=size)]
+        session = Session(PassManager(passes), module, name, platforms=("cpu",), played=played)
         lowering.with_hlo(lowered, module, session.module_name).compile()
 
     with registration.unpredicted():
