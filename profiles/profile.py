@@ -22,7 +22,7 @@ STEADY = 0.25
 """Limit for `PairTiming.steady`: largest spread of a pair's samples, over the shorter side's time alone."""
 
 _CONTRADICTS = 1.1
-"""A side that takes so many times longer alone than in the pair was disturbed alone (docs/design/profiling.md)."""
+"""If a side takes so many times longer alone than the pair, it was probably disturbed (docs/design/profiling.md)."""
 
 ALIKE = "alike"
 """Value of `source` for a time from a similar GPU (`estimates.alike`). Files of profiles contain no such times."""
@@ -105,7 +105,7 @@ class PairTiming:
     def contradicts_itself(self) -> bool:
         """Whether the pair is `shorter_than_alone` by more than clocks and caches explain.
 
-        Then a side was disturbed while it ran alone.
+        Then a side was probably disturbed while it ran alone.
         """
         return self.shorter_than_alone and _CONTRADICTS * self.seconds < max(self.first_alone, self.second_alone)
 

@@ -111,15 +111,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-@pytest.fixture(autouse=True)
-def own_flags() -> Iterator[None]:
-    """Commands may add to XLA_FLAGS. Later tests would choose other forms of a collective matmul then."""
-    before = os.environ.get("XLA_FLAGS", "")
-    yield
-    if os.environ.get("XLA_FLAGS", "") != before:
-        os.environ["XLA_FLAGS"] = before
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_name_per_module() -> Iterator[None]:
     """Fails if a test imported `passes` instead of `dhelix.passes`: the same classes would then exist twice."""

@@ -80,8 +80,7 @@ def _summary(inspection: Inspection, overlaps: bool) -> str:
 
 def _memory(ran: Ran) -> Iterator[tuple[float, int, int]]:
     """When the needed memory changes, in milliseconds, to how many bytes, and how many of them are residuals."""
-    (module, *_) = {i.computation.module for i in ran.instructions.values()}
-    known = moments(module)
+    known = moments(next(iter(ran.instructions.values())).computation.module)
     found = ((start, known[i.instruction]) for i, start in unfolded(ran.timeline) if i.instruction in known)
     starts = sorted(found, key=lambda one: one[0])
     least = max((moment.bytes for _, moment in starts), default=0) * _CHANGE

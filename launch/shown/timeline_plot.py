@@ -251,13 +251,9 @@ def _draw_memory(axis: Any, picture: Picture, span: float, most: int, named: boo
     for key, bottom, top in zip(MEMORY, tops, tops[1:], strict=False):
         axis.fill_between(at, bottom / unit.size, np.maximum(top, bottom) / unit.size, step="post",
                           color=MEMORY[key][0], lw=0, rasterized=True)  # fmt: skip
-    axis.set_xlim(0, span)
     axis.set_ylim(0, 1.05 * most / unit.size)
     axis.set_yticks([0, most / unit.size], ["0", f"memory, {unit.text(most)}"])
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
-    axis.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
+    _time_axis(axis, span)
     if named:
         axis.set_title(f"{picture.title}: memory", loc="left", fontsize=10, fontweight="bold")
 
@@ -317,9 +313,14 @@ def _zoom_length(picture: Picture) -> float:
 
 def _finish(axis: Any, picture: Picture, span: float) -> None:
     lanes = picture.lanes
-    axis.set_xlim(0, span)
     axis.set_ylim(-len(lanes) + 0.5, 0.5)
     axis.set_yticks([-row for row in range(len(lanes))], lanes)
+    _time_axis(axis, span)
+
+
+def _time_axis(axis: Any, span: float) -> None:
+    """Lets the panel begin at 0 ms and end at `span`, with a line and marks below only."""
+    axis.set_xlim(0, span)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
     axis.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):

@@ -115,8 +115,9 @@ class _Search:
         self._at((0, 0))
         # Step 2.
         for variables in self._first():
-            if not self._fixed & set(variables) and self._attempt({**self._kept, **variables}) == self._least:
-                self._kept |= variables
+            if not self._fixed & set(variables):
+                self._attempt({**self._kept, **variables})
+                self._kept = self._best
         # Step 3.
         starts = [place for place in self._grid() if self._is_start(place)]
         for place in starts:

@@ -28,8 +28,8 @@ class Row:
       result: what the worker found (`tuned.as_json`).
       plan: the plan file that the worker wrote.
       implementation: the step's `collective_matmul`; "": collectives by NCCL, or as the flags say.
-      searched: whether the process has traced many steps. It is slower then, so its times compare with one another, but
-        not with those of other processes.
+      searched: whether the process has searched. It may be slower then (docs/results/tuning.md), so its times compare
+        with one another, but not with those of other processes.
     """
 
     setting: str
@@ -57,7 +57,7 @@ def gains(rows: Sequence[Row]) -> tuple[float, float]:
     """The gain of settings of the whole process, and that of each collective's own settings beyond it.
 
     Both are ratios of a step's time. The base is NCCL's defaults under the first launch setting. One setting for all
-    collectives counts as one of the process. How much faster it is says the process that has searched.
+    collectives counts as one of the process; its gain is that in the process that has searched.
     """
     base, best = rows[0].seconds[DEFAULTS], fastest(rows)
     searched = next((row.seconds for row in rows if row.searched and row.place == best.place), {})
@@ -65,7 +65,8 @@ def gains(rows: Sequence[Row]) -> tuple[float, float]:
     if UNIFORM in searched and TUNED in best.seconds:
         process *= min(searched[UNIFORM] / searched[DEFAULTS], 1.0)
     least = min(best.seconds.values())
-    return base / max(process, least), max(process, least) / least
+    process = max(process, least)
+    return base / process, process / least
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

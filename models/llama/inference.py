@@ -137,8 +137,7 @@ def _embedded(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens:
     """The residual stream for `tokens [batch, seq]`. The shape of `table` says whether its columns are split."""
     if table.shape[1] == config.hidden:
         return embed(config, parallel, table, tokens)
-    rows = table.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return parallel.gather_features(rows.astype(config.dtype))
+    return parallel.gather_features(embed(config, SINGLE_DEVICE, table, tokens))  # all rows are here
 
 
 def _next_logits(config: LlamaConfig, params: Params, x: jax.Array, parallel: Parallel, whole: bool) -> jax.Array:

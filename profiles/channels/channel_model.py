@@ -15,8 +15,9 @@ channels, chunks of C bytes and a volume of v bytes:
     rate = (link^-4 + (NC r C / (C + c0))^-4)^(-1/4)                 the smaller of both, rounded at the corner
     u = limit w / (limit + w),  w = NC k C / (C + c1)                share of the memory bandwidth that is taken
 
-As long as computation runs beside it, a collective takes 1 + s times as long. Over NVLink s was 0.25 to 0.4: without
-it, few channels seemed slower and many faster than they are, because few outlast the computation.
+As long as computation runs beside it, a collective takes 1 + s times as long. Without s, few channels would seem slower
+and many faster than they are: collectives of few channels outlast the computation, so they are slowed for less of their
+time (docs/design/tuning.md).
 
 NC is the number of channels that run. NCCL opens some for a communicator, and a collective that asks for more gets
 these: 4 between two GPUs without peer-to-peer, where 4, 8, 16 and 24 channels take equal times (`Links.most`).
