@@ -129,9 +129,10 @@ _WHERE_TO_LOOK = """
 Look at {picture}
   red    exposed communication: nothing computes meanwhile, so the step waits for it
   green  hidden communication: it overlaps with computation
-  The two upper panels show a whole step, plain and interleaved; the lower ones one layer of each. The plain step
-  runs forward and backward in turn. The interleaved step runs the forward of one micro-batch (blue) together with
-  the backward of the previous one (orange), so the communication of each hides under the computation of the other.
+  The two upper panels show a whole step, plain and interleaved; the next two one layer of each, and the last two the
+  memory of a GPU. The plain step runs forward and backward in turn. The interleaved step runs the forward of one
+  micro-batch (blue) together with the backward of the previous one (orange), so the communication of each hides under
+  the computation of the other.
 
 To see what hides each collective:
   .venv/bin/dhelix inspect {output}/plain.hlo.pb --compare {output}/interleaved.hlo.pb --profile auto"""

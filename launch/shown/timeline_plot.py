@@ -39,7 +39,7 @@ COLOURS = {
     "communication": ("#b59f6e", "communication"),
 }
 MEMORY = {
-    "arguments": ("#8a949e", "parameters and optimizer state"),
+    "arguments": ("#8a949e", "arguments (parameters, optimizer state)"),
     "residuals": ("#5b7f95", "residuals"),
     "rest": ("#cdd3d9", "other memory"),
 }
@@ -245,14 +245,14 @@ def _draw_memory(axis: Any, picture: Picture, span: float, most: int, named: boo
     """Draws what lives over the time of the step: arguments, residuals and the rest, one upon the other."""
     at, needed, residuals = (np.array([*column, column[-1]], float) for column in zip(*picture.memory, strict=True))
     at[-1] = picture.end
-    unit = size_unit([most])
+    unit, peak = size_unit([most]), needed.max()
     held = np.full_like(needed, min(picture.arguments, needed.min()))
     tops = np.zeros_like(needed), held, held + residuals, needed
     for key, bottom, top in zip(MEMORY, tops, tops[1:], strict=False):
         axis.fill_between(at, bottom / unit.size, np.maximum(top, bottom) / unit.size, step="post",
                           color=MEMORY[key][0], lw=0, rasterized=True)  # fmt: skip
     axis.set_ylim(0, 1.05 * most / unit.size)
-    axis.set_yticks([0, most / unit.size], ["0", f"memory, {unit.text(most)}"])
+    axis.set_yticks([0, peak / unit.size], ["0", f"memory, estimated\n{unit.text(peak)}"])
     _time_axis(axis, span)
     if named:
         axis.set_title(f"{picture.title}: memory", loc="left", fontsize=10, fontweight="bold")
